@@ -1,0 +1,73 @@
+# Every target makes the development environment first, if need be. `make help` lists them.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BUILD := build
+
+# Expanded when a recipe runs, hence after `env` has done its work
+BIN = .venv/bin
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+BENCHMARKS = $(sort $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: env
+env: ## make the development environment if need be and print its bin folder, and nothing else
+	@$(PYTHON) tools/environment.py
+
+.PHONY: quiet-env
+quiet-env:
+	@$(PYTHON) tools/environment.py > /dev/null
+
+.PHONY: demo
+demo: quiet-env ## build, sign, verify and train a real model; minutes, set-up included
+	$(BIN)/python demo/run.py --work $(BUILD)/demo
+
+.PHONY: test
+test: quiet-env ## run every test (PYTEST_ARGS="-k name" for some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: quiet-env ## check style, types, import contracts, dependencies and spelling
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/deptry .
+	cd runtime && ../$(BIN)/deptry .
+	cd formats && ../$(BIN)/deptry .
+	$(BIN)/codespell
+
+.PHONY: format
+format: quiet-env ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: docs
+docs: quiet-env ## build the documentation into build/site, failing on every broken link
+	$(BIN)/mkdocs build --strict --quiet --site-dir $(BUILD)/site
+
+.PHONY: model
+model: quiet-env ## print the folder of the test model (SmolLM2-135M-Instruct), making it if need be
+	@$(BIN)/python tools/smollm2.py
+
+.PHONY: bench
+bench: $(addprefix bench-,$(subst _,-,$(BENCHMARKS))) ## run every benchmark
+
+bench-%: quiet-env ## run one benchmark: bench-cpu-train runs benchmarks/cpu_train.py
+	$(BIN)/python benchmarks/$(subst -,_,$*).py $(BENCH_ARGS)
+
+.PHONY: golden
+golden: quiet-env ## write the golden bundle of a new format version (an existing one is never replaced)
+	$(BIN)/python tools/golden.py
+
+.PHONY: clean
+clean: ## delete everything that can be made again, but for the environment
+	rm -rf $(BUILD) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,117 @@
+"""Where activations live: from a program's order of instructions to static offsets in one arena per phase.
+
+Two activations may share bytes when one is dead before the other is first written. Placement is greedy, largest first, at
+the lowest offset that is free over the whole life of the buffer (the "greedy by size" planner of TensorFlow Lite, Pisarchyk
+and Lee 2020). The result depends on the program alone, so that it can be computed at build time and again after a program
+was cut short for a check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from npubundle.program import Buffer, Call, Instruction, Program, Repeat
+
+#: Cache-line (and AVX-512 vector) size: every activation starts at a multiple of it.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """First and last instruction of a phase (both included) at which a buffer holds something that counts."""
+
+    buffer: Buffer
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes the buffer takes in the arena, rounded up to the alignment."""
+        return -(-self.buffer.type.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def lives(program: Program, phase: str) -> list[Life]:
+    """The life of every activation that a phase touches, in order of first use."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, instruction in enumerate(program.phases[phase]):
+        for name in _touched(instruction):
+            root = program.root(name)
+            if root.role == "activation":
+                first.setdefault(root.name, index)
+                last[root.name] = index
+    return [Life(program.buffers[name], start, last[name]) for name, start in first.items()]
+
+
+def place(program: Program, phase: str) -> tuple[dict[str, int], int]:
+    """Offsets in bytes of the activations of a phase, and the size of the arena they need."""
+    placed: list[tuple[int, Life]] = []
+    offsets: dict[str, int] = {}
+    for life in sorted(lives(program, phase), key=lambda life: (-life.size, life.start, life.buffer.name)):
+        offset = 0
+        for other_offset, other in placed:  # by offset: the first gap that is wide enough wins
+            overlaps_in_time = life.start <= other.end and other.start <= life.end
+            if overlaps_in_time and other_offset < offset + life.size and offset < other_offset + other.size:
+                offset = other_offset + other.size
+        placed.append((offset, life))
+        placed.sort(key=lambda item: item[0])
+        offsets[life.buffer.name] = offset
+    size = max((offset + life.size for offset, life in placed), default=0)
+    return offsets, size
+
+
+def planned(program: Program) -> Program:
+    """The program with arena offsets and sizes filled in.
+
+    An activation has one offset in the whole program. Phases never run at the same time and activations do not survive a
+    phase, so a phase has its own copy of a name if two phases use it (`micro_step` and `evaluate` do): the offset of the
+    first phase in the program's order that uses it is kept, which is why phases of one program should not share names.
+    """
+    buffers = dict(program.buffers)
+    arena: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for phase in program.phases:
+        offsets, arena[phase] = place(program, phase)
+        for name, offset in offsets.items():
+            if name in owner:
+                raise ValueError(f"activation {name} is used by the phases {owner[name]} and {phase}")
+            owner[name] = phase
+            buffers[name] = dataclasses.replace(buffers[name], arena_offset=offset)
+    return dataclasses.replace(program, buffers=buffers, arena=arena)
+
+
+def truncated(program: Program, layers: int) -> Program:
+    """The program of a model with only its first `layers` decoder layers: what a check of a few layers runs.
+
+    Calls of later layers are left out, and whatever read the last boundary of a chain reads the boundary after `layers`.
+    """
+    if not 1 <= layers <= program.layers:
+        raise ValueError(f"layers must be from 1 to {program.layers}, is {layers}")
+    renamed = {chain[-1]: chain[layers] for chain in program.chains}
+
+    def cut(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        for instruction in instructions:
+            if isinstance(instruction, Repeat):
+                yield dataclasses.replace(instruction, body=tuple(_renamed(call, renamed) for call in instruction.body))
+            elif instruction.layer is None or instruction.layer < layers:
+                yield dataclasses.replace(_renamed(instruction, renamed), after=())
+
+    phases = {phase: tuple(cut(instructions)) for phase, instructions in program.phases.items()}
+    chains = tuple(chain[: layers + 1] for chain in program.chains)
+    return planned(dataclasses.replace(program, phases=phases, chains=chains))
+
+
+def _renamed(call: Call, names: dict[str, str]) -> Call:
+    def swap(operands: tuple) -> tuple:  # type: ignore[type-arg]
+        return tuple(dataclasses.replace(o, buffer=names.get(o.buffer, o.buffer)) for o in operands)
+
+    return dataclasses.replace(call, args=swap(call.args), results=swap(call.results))
+
+
+def _touched(instruction: Instruction) -> Iterator[str]:
+    calls = instruction.body if isinstance(instruction, Repeat) else (instruction,)
+    for call in calls:
+        for operand in (*call.args, *call.results):
+            yield operand.buffer

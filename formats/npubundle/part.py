@@ -1,0 +1,122 @@
+"""What a bundle says about a part: its signature, its key, where its bytes are and what it needs to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from npubundle.fields import Fields, Kind, Place, dict_of, integer, list_of, number, record, text
+from npubundle.tensor import ITEM_SIZE, TensorType
+
+DIGEST = r"sha256:[0-9a-f]{64}"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of a part."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Outcome of the check at build time: the bound on the relative error of every output, and the verdict.
+
+    `bound` limits ‖x − r‖ / ‖r‖ of every floating-point output x against its float64 reference r. Measured errors differ
+    between hosts, so they are in a signed statement beside the bundle and not here.
+    """
+
+    bound: float
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A compiled graph of the bundle.
+
+    `inplace` pairs (output, input) indices that may share memory: the graph reads nothing of that input once it writes
+    that output. `requires` names minimum versions, such as `onnxruntime` and `opset`. `digest` and `size` are the payload's.
+    """
+
+    name: str
+    key: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    inplace: tuple[tuple[int, int], ...]
+    digest: str
+    size: int
+    media_type: str
+    requires: Mapping[str, str]
+    numerics: Numerics
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part as it stands in `bundle.json`."""
+        return {
+            "name": self.name,
+            "key": self.key,
+            "inputs": [{"name": p.name, "type": str(p.type)} for p in self.inputs],
+            "outputs": [{"name": p.name, "type": str(p.type)} for p in self.outputs],
+            "inplace": [list(pair) for pair in self.inplace],
+            "digest": self.digest,
+            "size": self.size,
+            "media_type": self.media_type,
+            "requires": dict(self.requires),
+            "numerics": dataclasses.asdict(self.numerics),
+        }
+
+
+def tensor_type() -> Kind[TensorType]:
+    """A tensor type as text, `f32[128,576]`."""
+    form = text(rf"({'|'.join(ITEM_SIZE)})\[(\d{{1,12}}(,\d{{1,12}})*)?\]", called="a tensor type such as f32[128,576]")
+    blank = TensorType("f32", ())
+
+    def read_type(place: Place) -> TensorType:
+        before = form.read(place)
+        dtype, _, rest = before.partition("[")
+        if dtype not in ITEM_SIZE or not rest.endswith("]"):
+            return blank
+        sizes = rest[:-1].split(",") if rest[:-1] else []
+        return TensorType(dtype, tuple(map(int, sizes))) if all(s.isdigit() for s in sizes) else blank
+
+    return Kind(read_type, lambda: blank)
+
+
+def _port(fields: Fields) -> Port:
+    return Port(fields.need("name", text()), fields.need("type", tensor_type()))
+
+
+def _numerics(fields: Fields) -> Numerics:
+    return Numerics(fields.need("bound", number(0.0)), fields.need("verdict", text("pass|unchecked")))
+
+
+def _pair(place: Place) -> tuple[int, int]:
+    pair = list_of(integer(0), minimum=2, maximum=2).read(place)
+    return (pair[0], pair[1]) if len(pair) == 2 else (0, 0)
+
+
+def _part(fields: Fields) -> Part:
+    part = Part(
+        name=fields.need("name", text(r"[a-z0-9][a-z0-9._-]{0,99}", called="a part name")),
+        key=fields.need("key", text(DIGEST, called="a sha256 digest")),
+        inputs=fields.need("inputs", list_of(record(_port), maximum=4096)),
+        outputs=fields.need("outputs", list_of(record(_port), maximum=4096)),
+        inplace=fields.need("inplace", list_of(Kind(_pair, lambda: (0, 0)))),
+        digest=fields.need("digest", text(DIGEST, called="a sha256 digest")),
+        size=fields.need("size", integer(0)),
+        media_type=fields.need("media_type", text()),
+        requires=fields.need("requires", dict_of(text())),
+        numerics=fields.need("numerics", record(_numerics)),
+    )
+    for output, source in part.inplace:
+        if output >= len(part.outputs) or source >= len(part.inputs):
+            fields.wrong("inplace", f"[{output}, {source}] is beyond the part's outputs or inputs")
+        elif part.outputs[output].type != part.inputs[source].type:
+            fields.wrong("inplace", f"[{output}, {source}] joins {part.outputs[output].type} and {part.inputs[source].type}")
+    return part
+
+
+#: Reads a part from `bundle.json`.
+PART: Kind[Part] = record(_part)

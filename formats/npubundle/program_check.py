@@ -1,0 +1,125 @@
+"""Is a program well formed, given the signatures of its parts? Asked at build time and again when a bundle is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from npubundle.errors import FormatError
+from npubundle.fields import Problems
+from npubundle.liveness import lives
+from npubundle.part import Part
+from npubundle.program import Buffer, Call, Operand, Program, Repeat
+from npubundle.tensor import TensorType
+
+#: Roles that a call may write.
+_WRITABLE = {"param", "grad", "moment", "activation", "output"}
+
+
+def check(program: Program, parts: Mapping[str, Part], *, where: str | None = None) -> None:
+    """Raise FormatError, with every problem, unless all names resolve, types fit, views stay inside, nothing is read
+    before it is written, and arena offsets keep living activations apart."""
+    problems = Problems()
+    for buffer in program.buffers.values():
+        _check_buffer(program, buffer, problems)
+    problems.raise_any("program is not valid", FormatError, where=where)
+    for phase in program.phases:
+        written: set[str] = set()
+        for index, (call, repeat) in enumerate(_flat(program, phase)):
+            _check_call(program, call, repeat, parts, written, f"{phase}[{index}] {call.part}", problems)
+        for index, instruction in enumerate(program.phases[phase]):
+            if isinstance(instruction, Call) and any(a >= index for a in instruction.after):
+                problems.add(f"{phase}[{index}]", "waits for itself or a later instruction")
+    problems.raise_any("program is not valid", FormatError, where=where)
+    for phase in program.phases:
+        _check_arena(program, phase, problems)
+    problems.raise_any("program's memory plan is not valid", FormatError, where=where)
+
+
+def _flat(program: Program, phase: str) -> Iterator[tuple[Call, Repeat | None]]:
+    for instruction in program.phases[phase]:
+        if isinstance(instruction, Repeat):
+            yield from ((call, instruction) for call in instruction.body)
+        else:
+            yield instruction, None
+
+
+def _check_buffer(program: Program, buffer: Buffer, problems: Problems) -> None:
+    if buffer.view_of is not None:
+        base = program.buffers.get(buffer.view_of)
+        if base is None or base.view_of is not None:
+            problems.add(buffer.name, f"is a view of {buffer.view_of}, which is not a buffer of its own")
+        elif base.type.dtype != buffer.type.dtype or buffer.view_offset + buffer.type.elements > base.type.elements:
+            problems.add(buffer.name, f"does not lie inside {base.name}, which is {base.type}")
+        elif base.role != buffer.role or buffer.role == "activation":
+            problems.add(buffer.name, f"has role {buffer.role}, but is a view of {base.name} with role {base.role}")
+    elif buffer.role == "weight" and buffer.source is None:
+        problems.add(buffer.name, "is a weight without a source")
+    if buffer.source is not None and buffer.source.tensor not in program.checkpoint:
+        problems.add(buffer.name, f"comes from {buffer.source.tensor}, which is not in the checkpoint table")
+
+
+def _check_call(
+    program: Program,
+    call: Call,
+    repeat: Repeat | None,
+    parts: Mapping[str, Part],
+    written: set[str],
+    where: str,
+    problems: Problems,
+) -> None:
+    part = parts.get(call.part)
+    if part is None:
+        problems.add(where, "calls a part that the bundle does not have")
+        return
+    for what, operands, ports in (("argument", call.args, part.inputs), ("result", call.results, part.outputs)):
+        if len(operands) != len(ports):
+            problems.add(where, f"has {len(operands)} {what}s, the part has {len(ports)}")
+        for operand, port in zip(operands, ports, strict=False):
+            actual = _type(program, operand, repeat)
+            if actual != port.type:
+                problems.add(where, f"{what} {port.name} is {port.type}, buffer {operand} is {actual or 'unknown'}")
+    for operand in call.args:
+        buffer = program.buffers.get(operand.buffer)
+        if buffer is not None and buffer.role == "activation" and buffer.name not in written:
+            problems.add(where, f"reads {operand} before anything wrote it")
+    shared = {(call.results[o].buffer, call.args[i].buffer) for o, i in part.inplace if o < len(call.results) and i < len(call.args)}
+    read_roots = {program.root(a.buffer).name for a in call.args if a.buffer in program.buffers}
+    for operand in call.results:
+        buffer = program.buffers.get(operand.buffer)
+        if buffer is None:
+            continue
+        if buffer.role not in _WRITABLE:
+            problems.add(where, f"writes {operand}, whose role is {buffer.role}")
+        same = [a for a in call.args if a.buffer == operand.buffer]
+        if same and (operand.buffer, operand.buffer) not in shared:
+            problems.add(where, f"writes {operand} while it reads it, and the part does not allow that")
+        if not same and program.root(buffer.name).name in read_roots and buffer.view_of is None:
+            problems.add(where, f"writes {operand} while it reads a view of it")
+        written.add(buffer.name)
+
+
+def _type(program: Program, operand: Operand, repeat: Repeat | None) -> TensorType | None:
+    buffer = program.buffers.get(operand.buffer)
+    if buffer is None:
+        return None
+    if not operand.indexed:
+        return buffer.type
+    if repeat is None or not buffer.type.shape or buffer.type.shape[0] < repeat.limit:
+        return None
+    return TensorType(buffer.type.dtype, buffer.type.shape[1:])
+
+
+def _check_arena(program: Program, phase: str, problems: Problems) -> None:
+    alive = lives(program, phase)
+    size = program.arena.get(phase, 0)
+    placed = sorted(((life.buffer.arena_offset, life) for life in alive if life.buffer.arena_offset is not None), key=lambda x: x[0])
+    if len(placed) != len(alive):
+        problems.add(phase, "has activations without a place in the arena")
+    for number, (offset, life) in enumerate(placed):
+        if offset + life.size > size:
+            problems.add(phase, f"{life.buffer.name} ends beyond the arena of {size} bytes")
+        for other_offset, other in placed[number + 1 :]:
+            if other_offset >= offset + life.size:
+                break
+            if life.start <= other.end and other.start <= life.end:
+                problems.add(phase, f"{life.buffer.name} and {other.buffer.name} share bytes while both are alive")

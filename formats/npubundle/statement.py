@@ -15,7 +15,7 @@ from npubundle import canonical, strictjson
 from npubundle.digest import hex_of
 from npubundle.dsse import Envelope
 from npubundle.errors import FormatError
-from npubundle.fields import Fields, anything, dict_of, integer, list_of, read, record, text
+from npubundle.fields import Fields, anything, dict_of, integer, list_of, literal, read, record, text
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
@@ -74,9 +74,7 @@ class BundleClaim:
 
     @classmethod
     def from_statement(cls, statement: Statement) -> BundleClaim:
-        """Read the predicate of a bundle signature; raise `FormatError` if it is not one."""
-        if statement.predicate_type != SIGNATURE:
-            raise FormatError(f"a statement of type {statement.predicate_type!r} is not a bundle signature")
+        """Read the predicate of a statement of type `SIGNATURE`; raise `FormatError` if it is not one."""
 
         def build(fields: Fields) -> BundleClaim:
             return cls(
@@ -88,9 +86,8 @@ class BundleClaim:
 
 
 def _statement(fields: Fields) -> Statement:
+    fields.need("_type", literal(STATEMENT_TYPE))
     subjects = fields.need("subject", list_of(record(_subject), minimum=1, maximum=1))
-    if fields.need("_type", text()) != STATEMENT_TYPE:
-        fields.wrong("_type", f"must be {STATEMENT_TYPE!r}")
     digest, name = subjects[0] if subjects else ("", "")
     return Statement(
         subject=digest,

@@ -34,6 +34,8 @@ REF_NAME = "org.opencontainers.image.ref.name"
 TITLE = "org.opencontainers.image.title"
 
 EMPTY_CONFIG = b"{}"
+LAYOUT_VERSION = "1.0.0"
+LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 
 MAX_INDEX = 1 << 20
 MAX_MANIFEST = 4 << 20

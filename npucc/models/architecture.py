@@ -1,0 +1,63 @@
+"""What the compiler needs to know of a family of models. One instance per family, in a file of its own beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from npubundle.model_config import ModelConfig
+
+#: `linear(target, x)`: the projection named `target` applied to x, with its LoRA branch if it has one.
+Linear = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What attention needs to know of the tokens' layout.
+
+    `cos` and `sin` are (S, head_dim); the first half of `sin` is negated, so that rotating by half a head is
+    `x * cos + roll(x, head_dim / 2) * sin`. `mask` is (S, S), 0 where the row may look at the column, else a large negative
+    number.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensor:
+    """A weight of a decoder layer: its short name (`q`), its name in the checkpoint after the layer's prefix, its shape.
+
+    `module` names the linear module (`self_attn.q_proj`) where the weight is a matrix that may carry a LoRA branch.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    module: str | None = None
+
+
+#: `layer(config, x, weights, linear, tables)`: (S, hidden) -> (S, hidden). `weights` holds what is not a linear module.
+Layer = Callable[[ModelConfig, torch.Tensor, Mapping[str, torch.Tensor], Linear, Tables], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A family of decoder models.
+
+    `neutral` lists keys of `config.json` that change the mathematics unless they have one of the given values.
+
+    """
+
+    model_type: str
+    causal_lm: str
+    layer: Layer
+    layer_tensors: Callable[[ModelConfig], tuple[LayerTensor, ...]]
+    neutral: Mapping[str, tuple[object, ...]]
+    layer_prefix: str = "model.layers.{}."
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"

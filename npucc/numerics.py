@@ -1,0 +1,115 @@
+"""Does a compiled part compute what its graph says? Asked for every part of every build.
+
+The part runs through its target's own executor on inputs that depend only on the graph, and each floating-point output x is
+compared with the float64 interpretation r of the canonical graph: ‖x − r‖ / ‖r‖ must stay below the target's bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from npubundle.tensor import TensorType
+from npucc.errors import NumericsError
+from npucc.graph import Graph
+from npucc.targets import Target
+
+Array = npt.NDArray[Any]
+#: Makes one input of a part: its type and a generator that depends on the part and the input's name.
+Sampler = Callable[[TensorType, np.random.Generator], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Errors of one output: relative in the Euclidean norm, and the largest absolute one."""
+
+    output: str
+    relative: float
+    absolute: float
+
+
+def normal(scale: float = 1.0) -> Sampler:
+    """Normally distributed values; integers are small counts."""
+
+    def sample(kind: TensorType, random: np.random.Generator) -> Array:
+        if kind.dtype in {"i32", "i64"}:
+            return random.integers(0, 2, kind.shape).astype(np.int32 if kind.dtype == "i32" else np.int64)
+        return np.asarray(random.standard_normal(kind.shape, dtype=np.float32) * np.float32(scale))
+
+    return sample
+
+
+def uniform(low: float, high: float) -> Sampler:
+    """Evenly distributed values, whole ones for integer inputs (`high` excluded)."""
+
+    def sample(kind: TensorType, random: np.random.Generator) -> Array:
+        if kind.dtype in {"i32", "i64"}:
+            return random.integers(int(low), int(high), kind.shape).astype(np.int32 if kind.dtype == "i32" else np.int64)
+        return random.uniform(low, high, kind.shape).astype(np.float32)
+
+    return sample
+
+
+def matrix(kind: TensorType, random: np.random.Generator) -> Array:
+    """A weight matrix whose product keeps the size of its input."""
+    return normal(kind.shape[-1] ** -0.5)(kind, random)
+
+
+def causal_mask(kind: TensorType, random: np.random.Generator) -> Array:
+    """What the `tables` part gives for one long document."""
+    del random
+    return np.triu(np.full(kind.shape, -30000.0, dtype=np.float32), 1)
+
+
+def sample_inputs(graph: Graph, samplers: Mapping[str, Sampler]) -> dict[str, Array]:
+    """Inputs for `graph`: by the sampler of the input's name, else a `matrix` or `normal`; the same on every host."""
+    inputs: dict[str, Array] = {}
+    for value in graph.inputs:
+        seed = hashlib.sha256(f"{value.name}:{value.type}".encode()).digest()
+        random = np.random.Generator(np.random.PCG64(int.from_bytes(seed[:8], "little")))
+        sampler = samplers.get(value.name, normal())
+        inputs[value.name] = sampler(value.type, random)
+    return inputs
+
+
+def measure(graph: Graph, payload: bytes, target: Target, samplers: Mapping[str, Sampler]) -> list[Measured]:
+    """Run the part and its float64 reference. Raises NumericsError where they differ by more than the target's bound."""
+    import torch
+
+    from npucc.graph.interpret import interpret
+
+    inputs = sample_inputs(graph, samplers)
+    results = target.execute(payload, inputs)
+    with torch.no_grad():
+        references = interpret(graph, [torch.from_numpy(inputs[v.name]) for v in graph.inputs])
+    measured = []
+    for (name, _), result, reference in zip(graph.outputs, results, references, strict=True):
+        measured.append(_compare(graph.name, name, np.asarray(result), reference.numpy(), target.BOUND))
+    return measured
+
+
+def _compare(part: str, output: str, result: Array, reference: Array, bound: float) -> Measured:
+    where = f"part {part}, output {output}"
+    if result.shape != reference.shape:
+        raise NumericsError(f"has shape {list(result.shape)}, the graph says {list(reference.shape)}", where=where)
+    if not np.issubdtype(reference.dtype, np.floating):
+        if not np.array_equal(result, reference):
+            raise NumericsError("integers differ from the reference", where=where)
+        return Measured(output, 0.0, 0.0)
+    difference = result.astype(np.float64) - reference
+    size = float(np.linalg.norm(reference))
+    absolute = float(np.abs(difference).max(initial=0.0))
+    error = float(np.linalg.norm(difference))
+    relative = error / size if size > 0 else error
+    if not relative <= bound:  # also true for NaN
+        raise NumericsError(
+            f"differs from the float64 reference by {relative:.3g} (relative, bound {bound:.3g})",
+            where=where,
+            remedy="report this with the output of `npucc build --dump DIR`; the part is not fit for training",
+        )
+    return Measured(output, relative, absolute)

@@ -1,0 +1,339 @@
+"""From a canonical graph to ONNX, in operators of the standard opset alone.
+
+Direct and small on purpose: every canonical operator has one function below that writes its ONNX nodes. The model has no names,
+paths, versions or comments of the host in it, so that equal graphs give equal bytes anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper
+
+from npubundle.tensor import TensorType
+from npucc.errors import UnsupportedOperatorError
+from npucc.graph import Graph, Node, Ref
+from npucc.graph.graph import CONSTANT
+
+#: ONNX 1.13; onnxruntime reads it from 1.14 on.
+OPSET = 18
+IR_VERSION = 8
+#: Raise it whenever the same graph may give other bytes.
+LOWERING_VERSION = 1
+
+_ELEMENT = {
+    "f32": TensorProto.FLOAT,
+    "f16": TensorProto.FLOAT16,
+    "bf16": TensorProto.BFLOAT16,
+    "i32": TensorProto.INT32,
+    "i64": TensorProto.INT64,
+    "bool": TensorProto.BOOL,
+}
+_NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
+#: Rank of a dtype when two meet in one operator, as in PyTorch's promotion.
+_WIDTH = {"bool": 0, "i32": 1, "i64": 2, "f16": 3, "f32": 4}
+
+_ELEMENTWISE = {
+    "aten.mul.Tensor": "Mul",
+    "aten.add.Tensor": "Add",
+    "aten.sub.Tensor": "Sub",
+    "aten.div.Tensor": "Div",
+    "aten.maximum.default": "Max",
+    "aten.bitwise_and.Tensor": "And",
+    "aten.eq.Tensor": "Equal",
+    "aten.ge.Tensor": "GreaterOrEqual",
+    "aten.gt.Tensor": "Greater",
+    "aten.lt.Tensor": "Less",
+    "aten.ge.Scalar": "GreaterOrEqual",
+    "aten.gt.Scalar": "Greater",
+    "aten.lt.Scalar": "Less",
+}
+_UNARY = {
+    "aten.exp.default": "Exp",
+    "aten.log.default": "Log",
+    "aten.sqrt.default": "Sqrt",
+    "aten.sigmoid.default": "Sigmoid",
+    "aten.neg.default": "Neg",
+    "aten.cos.default": "Cos",
+    "aten.sin.default": "Sin",
+}
+_REDUCTIONS = {
+    "aten.sum.dim_IntList": "ReduceSum",
+    "aten.mean.dim": "ReduceMean",
+    "aten.amax.default": "ReduceMax",
+    "aten.logsumexp.default": "ReduceLogSumExp",
+}
+
+
+def lower(graph: Graph) -> bytes:
+    """The serialized ONNX model of `graph`. Raises UnsupportedOperatorError naming every operator it cannot express."""
+    unknown = sorted({node.op for node in graph.nodes if node.op not in _HANDLERS})
+    if unknown:
+        raise UnsupportedOperatorError(
+            f"ONNX lowering does not know {', '.join(unknown)}",
+            where=f"graph {graph.name}",
+            remedy="add the operator to npucc/targets/onnx_lowering.py, or rewrite it in a pass",
+        )
+    writer = _Writer(graph)
+    for node in graph.nodes:
+        _HANDLERS[node.op](writer, node)
+    return writer.finish()
+
+
+class _Writer:
+    """The ONNX graph being written. Names of values are those of the canonical graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.types = dict(graph.types)
+        self.nodes: list[onnx.NodeProto] = []
+        self._constants: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
+        self._initializers: list[TensorProto] = []
+
+    def emit(self, op: str, inputs: Sequence[str], output: str, **attributes: object) -> str:
+        """Append one ONNX node."""
+        self.nodes.append(helper.make_node(op, list(inputs), [output], **attributes))
+        return output
+
+    def constant(self, array: npt.NDArray[np.generic]) -> str:
+        """The name of an initializer with this content; equal ones are shared."""
+        key = (array.tobytes(), str(array.dtype), array.shape)
+        if key not in self._constants:
+            name = f"const{len(self._constants)}"
+            self._constants[key] = name
+            kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+            self._initializers.append(helper.make_tensor(name, kind, array.shape, array.tobytes(), raw=True))
+        return self._constants[key]
+
+    def integers(self, values: Sequence[int]) -> str:
+        """A 1-D int64 initializer: shapes, axes, indices."""
+        return self.constant(np.array(values, dtype=np.int64))
+
+    def scalar(self, value: object, dtype: str) -> str:
+        """A scalar initializer."""
+        return self.constant(np.array(value, dtype=_NUMPY[dtype]))
+
+    def operand(self, arg: object, dtype: str) -> str:
+        """An argument as a value of this dtype, cast where needed."""
+        if not isinstance(arg, Ref):
+            return self.scalar(arg, dtype)
+        if self.types[arg.name].dtype == dtype:
+            return arg.name
+        return self.cast(arg.name, dtype)
+
+    def cast(self, name: str, dtype: str) -> str:
+        """The value in another dtype; one cast per value and dtype."""
+        output = f"{name}.{dtype}"
+        if output not in self.types:
+            self.types[output] = TensorType(dtype, self.types[name].shape)
+            self.emit("Cast", [name], output, to=_ELEMENT[dtype])
+        return output
+
+    def finish(self) -> bytes:
+        """The model as deterministic bytes."""
+        # An output may be an input, a constant or another output: ONNX wants a value of its own for each.
+        values = []
+        for name, value in self.graph.outputs:
+            self.emit("Identity", [value], f"out.{name}")
+            values.append(_info(f"out.{name}", self.graph.types[value]))
+        self._skip_identities()
+        inputs = [_info(value.name, value.type) for value in self.graph.inputs]
+        proto = helper.make_graph(self.nodes, "part", inputs, values, initializer=self._initializers)
+        model = helper.make_model(proto, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="")
+        return model.SerializeToString(deterministic=True)
+
+    def _skip_identities(self) -> None:
+        """Let the producer of a value write the output directly where that value is one output and nothing else."""
+        produced = {node.output[0]: node for node in self.nodes if node.op_type != "Identity"}
+        reads: dict[str, int] = {}
+        for node in self.nodes:
+            for name in node.input:
+                reads[name] = reads.get(name, 0) + 1
+        kept = []
+        for node in self.nodes:
+            if node.op_type == "Identity" and node.input[0] in produced and reads[node.input[0]] == 1:
+                produced[node.input[0]].output[0] = node.output[0]
+            else:
+                kept.append(node)
+        self.nodes = kept
+
+
+def _info(name: str, kind: TensorType) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, _ELEMENT[kind.dtype], list(kind.shape))
+
+
+Handler = Callable[[_Writer, Node], object]
+
+
+def _ints(arg: object) -> list[int]:
+    return [item for item in arg if isinstance(item, int)] if isinstance(arg, tuple) else [arg] if isinstance(arg, int) else []
+
+
+def _name(arg: object) -> str:
+    if not isinstance(arg, Ref):
+        raise UnsupportedOperatorError(f"a literal {arg!r} stands where a tensor is needed")
+    return arg.name
+
+
+def _elementwise(w: _Writer, node: Node) -> None:
+    dtypes = [w.types[arg.name].dtype for arg in node.args if isinstance(arg, Ref)]
+    compares = node.type.dtype == "bool" and node.op != "aten.bitwise_and.Tensor"
+    dtype = max(dtypes, key=_WIDTH.__getitem__) if compares else node.type.dtype
+    w.emit(_ELEMENTWISE[node.op], [w.operand(arg, dtype) for arg in node.args[:2]], node.name)
+
+
+def _unary(w: _Writer, node: Node) -> None:
+    w.emit(_UNARY[node.op], [w.operand(node.args[0], node.type.dtype)], node.name)
+
+
+def _rsqrt(w: _Writer, node: Node) -> None:
+    w.emit("Reciprocal", [w.emit("Sqrt", [_name(node.args[0])], f"{node.name}.root")], node.name)
+
+
+def _mm(w: _Writer, node: Node) -> None:
+    """Gemm reads either operand transposed, so a transposition in front of it costs nothing."""
+    operands, attributes = [], {}
+    for arg, flag in zip(node.args, ("transA", "transB"), strict=True):
+        producer = w.graph.producers.get(_name(arg))
+        if producer is not None and producer.op == "aten.permute.default":
+            operands.append(_name(producer.args[0]))
+            attributes[flag] = 1
+        else:
+            operands.append(_name(arg))
+    w.emit("Gemm", operands, node.name, **attributes)
+
+
+def _bmm(w: _Writer, node: Node) -> None:
+    w.emit("MatMul", [_name(arg) for arg in node.args], node.name)
+
+
+def _permute(w: _Writer, node: Node) -> None:
+    users = w.graph.users[node.name]
+    matrix = len(node.type.shape) == 2 and all(user.op == "aten.mm.default" for user in users)  # noqa: PLR2004
+    if matrix and users and node.name not in {value for _, value in w.graph.outputs}:
+        return  # every reader is a product that transposes by itself
+    w.emit("Transpose", [_name(node.args[0])], node.name, perm=_ints(node.args[1]))
+
+
+def _view(w: _Writer, node: Node) -> None:
+    w.emit("Reshape", [_name(node.args[0]), w.integers(node.type.shape)], node.name)
+
+
+def _expand(w: _Writer, node: Node) -> None:
+    w.emit("Expand", [_name(node.args[0]), w.integers(node.type.shape)], node.name)
+
+
+def _reduction(w: _Writer, node: Node) -> None:
+    source = _name(node.args[0])
+    rank = len(w.types[source].shape)
+    axes = [axis % rank for axis in _ints(node.args[1])] or list(range(rank))
+    keep = int(bool(node.args[2])) if len(node.args) > 2 else 0  # noqa: PLR2004 -- (self, dim, keepdim)
+    w.emit(_REDUCTIONS[node.op], [source, w.integers(axes)], node.name, keepdims=keep)
+
+
+def _argmax(w: _Writer, node: Node) -> None:
+    w.emit("ArgMax", [_name(node.args[0])], node.name, axis=_ints(node.args[1])[0], keepdims=0)
+
+
+def _softmax(w: _Writer, node: Node) -> None:
+    w.emit("Softmax", [_name(node.args[0])], node.name, axis=_ints(node.args[1])[0])
+
+
+def _roll(w: _Writer, node: Node) -> None:
+    source = _name(node.args[0])
+    (shift,), (axis,) = _ints(node.args[1]), _ints(node.args[2])
+    size = node.type.shape[axis]
+    split = -shift % size
+    ends = [(split, size), (0, split)]
+    pieces = [
+        w.emit("Slice", [source, w.integers([a]), w.integers([b]), w.integers([axis])], f"{node.name}.{a}")
+        for a, b in ends
+    ]
+    w.emit("Concat", pieces, node.name, axis=axis)
+
+
+def _cat(w: _Writer, node: Node) -> None:
+    items = node.args[0] if isinstance(node.args[0], tuple) else ()
+    axis = _ints(node.args[1])[0] if len(node.args) > 1 else 0
+    w.emit("Concat", [_name(item) for item in items], node.name, axis=axis)
+
+
+def _index_select(w: _Writer, node: Node) -> None:
+    source, axis, index = node.args
+    w.emit("Gather", [_name(source), _name(index)], node.name, axis=_ints(axis)[0])
+
+
+def _gather(w: _Writer, node: Node) -> None:
+    source, axis, index = node.args[:3]
+    w.emit("GatherElements", [_name(source), _name(index)], node.name, axis=_ints(axis)[0])
+
+
+def _index_add(w: _Writer, node: Node) -> None:
+    base, axis, index, source = node.args[:4]
+    if axis != 0 or node.kwargs:
+        raise UnsupportedOperatorError("index_add is only known along axis 0, without alpha", where=w.graph.name)
+    rows = w.emit("Unsqueeze", [w.operand(index, "i64"), w.integers([1])], f"{node.name}.rows")
+    w.emit("ScatterND", [_name(base), rows, _name(source)], node.name, reduction="add")
+
+
+def _where(w: _Writer, node: Node) -> None:
+    condition, yes, no = node.args
+    w.emit("Where", [_name(condition), w.operand(yes, node.type.dtype), w.operand(no, node.type.dtype)], node.name)
+
+
+def _clamp(w: _Writer, node: Node) -> None:
+    low, high = (*node.args[1:], None, None)[:2]
+    bounds = ["" if bound is None else w.scalar(bound, node.type.dtype) for bound in (low, high)]
+    w.emit("Clip", [_name(node.args[0]), *bounds], node.name)
+
+
+def _copy(w: _Writer, node: Node) -> None:
+    w.emit("Cast", [_name(node.args[0])], node.name, to=_ELEMENT[node.type.dtype])
+
+
+def _full(w: _Writer, node: Node) -> None:
+    value = np.array([node.args[1]], dtype=_NUMPY[node.type.dtype])
+    if not node.type.shape:
+        w.emit("Identity", [w.constant(value[0])], node.name)
+        return
+    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+    fill = helper.make_tensor("value", kind, [1], value.tobytes(), raw=True)
+    w.emit("ConstantOfShape", [w.integers(node.type.shape)], node.name, value=fill)
+
+
+def _arange(w: _Writer, node: Node) -> None:
+    w.emit("Identity", [w.constant(np.arange(node.type.shape[0], dtype=_NUMPY[node.type.dtype]))], node.name)
+
+
+def _constant(w: _Writer, node: Node) -> None:
+    array = np.array(node.args[0], dtype=_NUMPY[node.type.dtype]).reshape(node.type.shape)
+    w.emit("Identity", [w.constant(array)], node.name)
+
+
+_HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_UNARY, _unary),
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    CONSTANT: _constant,
+    "aten._softmax.default": _softmax,
+    "aten._to_copy.default": _copy,
+    "aten.arange.default": _arange,
+    "aten.argmax.default": _argmax,
+    "aten.bmm.default": _bmm,
+    "aten.cat.default": _cat,
+    "aten.clamp.default": _clamp,
+    "aten.expand.default": _expand,
+    "aten.full.default": _full,
+    "aten.gather.default": _gather,
+    "aten.index_add.default": _index_add,
+    "aten.index_select.default": _index_select,
+    "aten.mm.default": _mm,
+    "aten.permute.default": _permute,
+    "aten.roll.default": _roll,
+    "aten.rsqrt.default": _rsqrt,
+    "aten.view.default": _view,
+    "aten.where.self": _where,
+}

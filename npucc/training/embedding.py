@@ -1,0 +1,57 @@
+"""What happens before the first layer: token vectors, position tables and the attention mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from npubundle.model_config import ModelConfig
+from npubundle.tensor import TensorType
+from npucc.graph import Graph
+from npucc.graph.capture import capture
+from npucc.models.layers import inverse_frequencies
+from npucc.passes import simplify
+
+#: Added to scores that must not count. Bounded: the largest negative number becomes NaN on some devices, and this one fits f16.
+MASKED = -30000.0
+
+
+def embed(config: ModelConfig, seq_len: int) -> Graph:
+    """`tokens i32[S]`, `table f32[V,H]` -> `x f32[S,H]`."""
+    inputs = {
+        "tokens": TensorType("i32", (seq_len,)),
+        "table": TensorType("f32", (config.vocab_size, config.hidden_size)),
+    }
+    return simplify(capture("embed", lambda tokens, table: [table.index_select(0, tokens)], inputs, ["x"]))
+
+
+def tables(config: ModelConfig, seq_len: int) -> Graph:
+    """`positions i32[S]`, `segments i32[S]` -> `cos f32[S,D]`, `sin f32[S,D]`, `mask f32[S,S]`.
+
+    A token sees itself and earlier tokens of its own segment, and with a sliding window only the nearest ones, as in the
+    picture for the segments 1 1 2 2 (. is 0, x is `MASKED`):
+
+        . x x x
+        . . x x
+        x x . x
+        x x . .
+
+    Every row has at least its own token, so that softmax never meets a row without any.
+    """
+    window = config.sliding_window
+
+    def function(positions: torch.Tensor, segments: torch.Tensor, speeds: torch.Tensor) -> Sequence[torch.Tensor]:
+        angles = positions.to(torch.float32)[:, None] * speeds[None, :]  # (S, D/2)
+        cos, sin = torch.cos(angles), torch.sin(angles)
+        order = torch.arange(seq_len)
+        seen = (order[:, None] >= order[None, :]) & (segments[:, None] == segments[None, :])
+        if window is not None and window < seq_len:
+            seen = seen & (positions[:, None] - positions[None, :] < window)
+        mask = torch.where(seen, torch.zeros(()), torch.full((), MASKED))
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), mask
+
+    indices = TensorType("i32", (seq_len,))
+    inputs = {"positions": indices, "segments": indices}
+    constants = {"speeds": inverse_frequencies(config.rope_parameters, config.head_dim)}
+    return simplify(capture("tables", function, inputs, ["cos", "sin", "mask"], constants))

@@ -1,0 +1,293 @@
+"""The loss: final norm, output projection and cross-entropy, in slices of the vocabulary and blocks of supervised rows.
+
+Neither an S×V tensor nor a product of full width ever exists. For a block of rows x and the slices W₁, W₂, … of the output
+matrix, one pass keeps, per row, the largest logit m so far, s = Σ exp(z − m) and a = Σ exp(z − m) · W; whenever m grows, s and
+a are scaled down, as in online softmax (Milakov and Gimelshein 2018). At the end log s + m is the log-sum-exp, and a / s − W[label]
+is the gradient of the loss: each slice is read once, and its logits are computed once.
+
+The reference uses two passes instead (log-sum-exp first, then automatic differentiation), so that the two cannot share a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from npubundle.model_config import ModelConfig
+from npubundle.tensor import TensorType
+from npucc.graph import Graph
+from npucc.graph.capture import capture
+from npucc.models.layers import rms_norm
+from npucc.passes import simplify
+
+#: Lower than every logit, and bounded.
+LOWEST = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of the head: S positions, `blocks` blocks of `rows` supervised rows, slices of the vocabulary (start, stop)."""
+
+    seq_len: int
+    rows: int
+    slices: tuple[tuple[int, int], ...]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that hold all S positions."""
+        return -(-self.seq_len // self.rows)
+
+
+def head_shape(config: ModelConfig, seq_len: int, *, rows: int, slice_width: int) -> HeadShape:
+    """Blocks of at most `rows` rows, slices of at most `slice_width` columns, as equal as they can be."""
+    V = config.vocab_size
+    count = -(-V // slice_width)
+    width = -(-V // count)
+    return HeadShape(seq_len, min(rows, seq_len), tuple((start, min(start + width, V)) for start in range(0, V, width)))
+
+
+def _row(shape: HeadShape, dtype: str = "f32") -> TensorType:
+    return TensorType(dtype, (shape.rows,))
+
+
+def _block(config: ModelConfig, shape: HeadShape) -> TensorType:
+    return TensorType("f32", (shape.rows, config.hidden_size))
+
+
+def begin(config: ModelConfig, shape: HeadShape) -> Graph:
+    """Gather and normalise a block of rows, and start the running sums."""
+    n, H = shape.rows, config.hidden_size
+
+    def function(h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor) -> Sequence[torch.Tensor]:
+        x = rms_norm(h.index_select(0, rows), norm, config.rms_norm_eps)
+        zeros = torch.zeros(n)
+        return x, torch.full((n,), LOWEST), zeros, torch.zeros(n, H), zeros.clone(), torch.zeros(n, H)
+
+    inputs = {"h": TensorType("f32", (shape.seq_len, H)), "rows": _row(shape, "i32"), "norm": TensorType("f32", (H,))}
+    outputs = ["x", "top", "total", "mixed", "label_logit", "label_row"]
+    return simplify(capture("head.begin", function, inputs, outputs))
+
+
+def slice_step(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
+    """Take one slice of the vocabulary, `weight (width, H)`, whose first token is `start`, into the running sums."""
+
+    def function(  # noqa: PLR0913 -- the signature of the part
+        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, start: torch.Tensor,
+        top: torch.Tensor, total: torch.Tensor, mixed: torch.Tensor, label_logit: torch.Tensor, label_row: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        logits = x @ weight.t()  # (n, width)
+        new_top = torch.maximum(top, logits.amax(1))
+        shrink = torch.exp(top - new_top)
+        powers = torch.exp(logits - new_top[:, None])
+        inside, index = _inside(labels, start, width)
+        picked = logits.gather(1, index[:, None].to(torch.int64))[:, 0]
+        return (
+            new_top,
+            total * shrink + powers.sum(1),
+            mixed * shrink[:, None] + powers @ weight,
+            torch.where(inside, picked, label_logit),
+            torch.where(inside[:, None], weight.index_select(0, index), label_row),
+        )
+
+    inputs = {
+        "x": _block(config, shape),
+        "weight": TensorType("f32", (width, config.hidden_size)),
+        "labels": _row(shape, "i32"),
+        "start": TensorType("i32", ()),
+        "top": _row(shape),
+        "total": _row(shape),
+        "mixed": _block(config, shape),
+        "label_logit": _row(shape),
+        "label_row": _block(config, shape),
+    }
+    outputs = ["new_top", "new_total", "new_mixed", "new_label_logit", "new_label_row"]
+    return simplify(capture(f"head.slice.{width}", function, inputs, outputs))
+
+
+def _inside(labels: torch.Tensor, start: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which labels fall into the slice, and an index into it that is valid for every row."""
+    local = labels - start
+    return (local >= 0) & (local < width), torch.clamp(local, 0, width - 1)
+
+
+def finish(config: ModelConfig, shape: HeadShape) -> Graph:
+    """From the running sums to the weighted losses of a block and the gradient of its rows before the norm.
+
+    Unused rows have weight 0; whatever their values, they contribute exactly 0.
+    """
+    H = config.hidden_size
+
+    def function(  # noqa: PLR0913 -- the signature of the part
+        h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor, weights: torch.Tensor,
+        top: torch.Tensor, total: torch.Tensor, mixed: torch.Tensor, label_logit: torch.Tensor, label_row: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        losses = (torch.log(total) + top - label_logit) * weights
+        dx = (mixed / total[:, None] - label_row) * weights[:, None]
+        _, pull_back = torch.func.vjp(lambda g: rms_norm(g, norm, config.rms_norm_eps), h.index_select(0, rows))
+        return losses, pull_back(dx)[0]
+
+    inputs = {
+        "h": TensorType("f32", (shape.seq_len, H)),
+        "rows": _row(shape, "i32"),
+        "norm": TensorType("f32", (H,)),
+        "weights": _row(shape),
+        "top": _row(shape),
+        "total": _row(shape),
+        "mixed": _block(config, shape),
+        "label_logit": _row(shape),
+        "label_row": _block(config, shape),
+    }
+    return simplify(capture("head.finish", function, inputs, ["losses", "d_rows"]))
+
+
+def end(config: ModelConfig, shape: HeadShape) -> Graph:
+    """Sum the losses of all blocks, and put the gradients of their rows back into (S, H).
+
+    `where` keeps what an unused block holds from an earlier step out of the sums.
+    """
+    S, H, B, n = shape.seq_len, config.hidden_size, shape.blocks, shape.rows
+
+    def function(
+        losses: torch.Tensor, d_rows: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        used = weights > 0
+        zero = torch.zeros(())
+        loss_sum = torch.where(used, losses, zero).sum([0, 1])
+        kept = torch.where(used[:, :, None], d_rows, zero).view(B * n, H)
+        return loss_sum, torch.zeros(S, H).index_add(0, rows.view(B * n), kept)
+
+    inputs = {
+        "losses": TensorType("f32", (B, n)),
+        "d_rows": TensorType("f32", (B, n, H)),
+        "rows": TensorType("i32", (B, n)),
+        "weights": TensorType("f32", (B, n)),
+    }
+    return simplify(capture("head.end", function, inputs, ["loss_sum", "dh"]))
+
+
+def score_begin(config: ModelConfig, shape: HeadShape) -> Graph:
+    """As `begin`, for evaluation."""
+    n, H = shape.rows, config.hidden_size
+
+    def function(h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor) -> Sequence[torch.Tensor]:
+        x = rms_norm(h.index_select(0, rows), norm, config.rms_norm_eps)
+        return x, torch.full((n,), LOWEST), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.int32)
+
+    inputs = {"h": TensorType("f32", (shape.seq_len, H)), "rows": _row(shape, "i32"), "norm": TensorType("f32", (H,))}
+    return simplify(capture("score.begin", function, inputs, ["x", "top", "total", "label_logit", "best"]))
+
+
+def score_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
+    """Forward half of `slice_step`, which also remembers the most likely token."""
+
+    def function(  # noqa: PLR0913 -- the signature of the part
+        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, start: torch.Tensor,
+        top: torch.Tensor, total: torch.Tensor, label_logit: torch.Tensor, best: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        logits = x @ weight.t()  # (n, width)
+        here = logits.amax(1)
+        new_top = torch.maximum(top, here)
+        inside, index = _inside(labels, start, width)
+        picked = logits.gather(1, index[:, None].to(torch.int64))[:, 0]
+        return (
+            new_top,
+            total * torch.exp(top - new_top) + torch.exp(logits - new_top[:, None]).sum(1),
+            torch.where(inside, picked, label_logit),
+            torch.where(here > top, logits.argmax(1).to(torch.int32) + start, best),
+        )
+
+    inputs = {
+        "x": _block(config, shape),
+        "weight": TensorType("f32", (width, config.hidden_size)),
+        "labels": _row(shape, "i32"),
+        "start": TensorType("i32", ()),
+        "top": _row(shape),
+        "total": _row(shape),
+        "label_logit": _row(shape),
+        "best": _row(shape, "i32"),
+    }
+    return simplify(capture(f"score.slice.{width}", function, inputs, ["new_top", "new_total", "new_label_logit", "new_best"]))
+
+
+def score_finish(shape: HeadShape) -> Graph:
+    """Log-probability of each label."""
+
+    def function(top: torch.Tensor, total: torch.Tensor, label_logit: torch.Tensor, best: torch.Tensor) -> Sequence[torch.Tensor]:
+        return label_logit - top - torch.log(total), best + 0
+
+    inputs = {"top": _row(shape), "total": _row(shape), "label_logit": _row(shape), "best": _row(shape, "i32")}
+    return simplify(capture("score.finish", function, inputs, ["logprobs", "predictions"]))
+
+
+def logits_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
+    """`x (n, H)`, `weight (width, H)` -> `logits (width, n)`: transposed, so that slices lie one after the other in memory."""
+    inputs = {"x": _block(config, shape), "weight": TensorType("f32", (width, config.hidden_size))}
+    return simplify(capture(f"logits.slice.{width}", lambda x, weight: [weight @ x.t()], inputs, ["logits"]))
+
+
+def reference_lse(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
+    """First pass of the reference: log-sum-exp over one more slice."""
+
+    def function(x: torch.Tensor, weight: torch.Tensor, lse: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [torch.logsumexp(torch.cat([lse[:, None], x @ weight.t()], 1), 1)]
+
+    inputs = {"x": _block(config, shape), "weight": TensorType("f32", (width, config.hidden_size)), "lse": _row(shape)}
+    return simplify(capture(f"reference.lse.{width}", function, inputs, ["new_lse"]))
+
+
+def reference_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
+    """Second pass: this slice's share of the loss and, by automatic differentiation, of the gradient of the block.
+
+    With the log-sum-exp L known, Σ exp(z − L) has the gradient of L itself, since L's own dependence on z is what is summed.
+    """
+
+    def function(  # noqa: PLR0913 -- the signature of the part
+        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, start: torch.Tensor, lse: torch.Tensor,
+        label_logit: torch.Tensor, dx: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        inside, index = _inside(labels, start, width)
+        hit = (torch.arange(width)[None, :] == index[:, None]) & inside[:, None]
+
+        def share(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = rows @ weight.t()
+            picked = torch.where(hit, logits, torch.zeros(())).sum(1)
+            return torch.exp(logits - lse[:, None]).sum(1) - picked, picked
+
+        _, pull_back, picked = torch.func.vjp(share, x, has_aux=True)
+        return label_logit + picked, dx + pull_back(torch.ones(shape.rows))[0]
+
+    inputs = {
+        "x": _block(config, shape),
+        "weight": TensorType("f32", (width, config.hidden_size)),
+        "labels": _row(shape, "i32"),
+        "start": TensorType("i32", ()),
+        "lse": _row(shape),
+        "label_logit": _row(shape),
+        "dx": _block(config, shape),
+    }
+    return simplify(capture(f"reference.slice.{width}", function, inputs, ["new_label_logit", "new_dx"]))
+
+
+def reference_finish(config: ModelConfig, shape: HeadShape) -> Graph:
+    """Weighted losses of a block, and the gradient of its rows before the norm, in the reference."""
+    H = config.hidden_size
+
+    def function(  # noqa: PLR0913 -- the signature of the part
+        h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor, weights: torch.Tensor,
+        lse: torch.Tensor, label_logit: torch.Tensor, dx: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        _, pull_back = torch.func.vjp(lambda g: rms_norm(g, norm, config.rms_norm_eps), h.index_select(0, rows))
+        return (lse - label_logit) * weights, pull_back(dx * weights[:, None])[0]
+
+    inputs = {
+        "h": TensorType("f32", (shape.seq_len, H)),
+        "rows": _row(shape, "i32"),
+        "norm": TensorType("f32", (H,)),
+        "weights": _row(shape),
+        "lse": _row(shape),
+        "label_logit": _row(shape),
+        "dx": _block(config, shape),
+    }
+    return simplify(capture("reference.finish", function, inputs, ["losses", "d_rows"]))

@@ -1,0 +1,104 @@
+"""A decoder layer with its LoRA branches: forward and backward in one joint graph, from which all others are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from npubundle.recipe import Recipe
+from npubundle.tensor import TensorType
+from npucc.graph import Graph
+from npucc.graph.capture import capture
+from npucc.models import Architecture, LayerTensor, Tables
+from npucc.models.config_reader import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The pair of LoRA matrices of one module: A is (rank, in), B is (out, rank)."""
+
+    target: str
+    module: str
+    a: TensorType
+    b: TensorType
+
+    @property
+    def matrices(self) -> tuple[tuple[str, str, TensorType], ...]:
+        """(name in graphs, name in PEFT, type) of A and B."""
+        return (
+            (f"{self.target}.lora_A", f"{self.module}.lora_A.weight", self.a),
+            (f"{self.target}.lora_B", f"{self.module}.lora_B.weight", self.b),
+        )
+
+
+def adapters(model: Model, recipe: Recipe) -> tuple[Adapter, ...]:
+    """The LoRA branches of one layer, in the order of the block."""
+    modules = {t.name: t for t in model.architecture.layer_tensors(model.config) if t.module}
+    found = []
+    for target in recipe.targets:
+        out, width = modules[target].shape
+        found.append(
+            Adapter(target, str(modules[target].module), TensorType("f32", (recipe.rank, width)), TensorType("f32", (out, recipe.rank)))
+        )
+    return tuple(found)
+
+
+def gradient_name(matrix: str) -> str:
+    """Name of the joint graph's output that is the gradient of a LoRA matrix."""
+    return f"d_{matrix}"
+
+
+def joint(model: Model, recipe: Recipe) -> Graph:
+    """`x`, weights, LoRA matrices, `cos`, `sin`, `mask`, `dy` -> `y`, `dx`, and the gradient of every LoRA matrix.
+
+    Differentiates with respect to x and the LoRA matrices alone: frozen weights cause no gradient work.
+    """
+    config, architecture = model.config, model.architecture
+    tensors = architecture.layer_tensors(config)
+    matrices = [(name, kind) for adapter in adapters(model, recipe) for name, _, kind in adapter.matrices]
+    S, H, D = recipe.seq_len, config.hidden_size, config.head_dim
+    inputs = {
+        "x": TensorType("f32", (S, H)),
+        **{t.name: TensorType("f32", t.shape) for t in tensors},
+        **dict(matrices),
+        "cos": TensorType("f32", (S, D)),
+        "sin": TensorType("f32", (S, D)),
+        "mask": TensorType("f32", (S, S)),
+        "dy": TensorType("f32", (S, H)),
+    }
+
+    def function(*values: torch.Tensor) -> Sequence[torch.Tensor]:
+        named = dict(zip(inputs, values, strict=True))
+        trained = ["x", *(name for name, _ in matrices)]
+
+        def forward(*chosen: torch.Tensor) -> torch.Tensor:
+            return run_layer(architecture, model, recipe, named | dict(zip(trained, chosen, strict=True)), tensors)
+
+        y, pull_back = torch.func.vjp(forward, *(named[name] for name in trained))
+        return [y, *pull_back(named["dy"])]
+
+    outputs = ["y", "dx", *(gradient_name(name) for name, _ in matrices)]
+    return capture("layer", function, inputs, outputs)
+
+
+def run_layer(
+    architecture: Architecture,
+    model: Model,
+    recipe: Recipe,
+    values: dict[str, torch.Tensor],
+    tensors: tuple[LayerTensor, ...],
+) -> torch.Tensor:
+    """The layer of the architecture, with `x @ Wᵀ + scaling · (x @ Aᵀ) @ Bᵀ` as its linear modules."""
+
+    def linear(target: str, x: torch.Tensor) -> torch.Tensor:
+        y = x @ values[target].t()
+        if f"{target}.lora_A" not in values:
+            return y
+        narrow = x @ values[f"{target}.lora_A"].t()  # (S, rank)
+        return y + (narrow @ values[f"{target}.lora_B"].t()) * recipe.scaling
+
+    weights = {t.name: values[t.name] for t in tensors if t.module is None}
+    tables = Tables(values["cos"], values["sin"], values["mask"])
+    return architecture.layer(model.config, values["x"], weights, linear, tables)

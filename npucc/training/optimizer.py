@@ -1,0 +1,64 @@
+"""Gradient accumulation, clipping and AdamW, over one flat vector of P trained elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from npubundle.tensor import TensorType
+from npucc.graph import Graph
+from npucc.graph.capture import capture
+from npucc.passes import simplify
+
+_SCALAR = TensorType("f32", ())
+
+
+def accumulate(size: int) -> Graph:
+    """`grad`, `step`, `accumulate` -> `new_grad`: `step` alone where `accumulate` is 0, their sum otherwise.
+
+    `where`, not a product: what `grad` holds before the first micro-step must not matter, not even a NaN.
+    """
+
+    def function(grad: torch.Tensor, step: torch.Tensor, accumulate: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [torch.where(accumulate > 0, grad, torch.zeros(())) + step]
+
+    flat = TensorType("f32", (size,))
+    return simplify(capture("accumulate", function, {"grad": flat, "step": flat, "accumulate": _SCALAR}, ["new_grad"]))
+
+
+def clip(size: int) -> Graph:
+    """`grad`, `token_count`, `max_norm` -> `grad_norm`, `scale`.
+
+    `grad_norm` is the L2 norm of the mean gradient; `scale` turns the summed gradient into the mean one, limited to `max_norm`
+    with the formula of `torch.nn.utils.clip_grad_norm_`.
+    """
+
+    def function(grad: torch.Tensor, token_count: torch.Tensor, max_norm: torch.Tensor) -> Sequence[torch.Tensor]:
+        norm = torch.sqrt((grad * grad).sum()) / token_count
+        return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0) / token_count
+
+    inputs = {"grad": TensorType("f32", (size,)), "token_count": _SCALAR, "max_norm": _SCALAR}
+    return simplify(capture("clip", function, inputs, ["grad_norm", "scale"]))
+
+
+def adamw(size: int) -> Graph:
+    """One AdamW update (Loshchilov and Hutter 2019), with PyTorch's order of operations and placement of epsilon."""
+
+    def function(  # noqa: PLR0913 -- the signature of the part
+        param: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
+        learning_rate: torch.Tensor, beta1: torch.Tensor, beta2: torch.Tensor, epsilon: torch.Tensor,
+        weight_decay: torch.Tensor, correction1: torch.Tensor, correction2: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        g = grad * scale
+        m = moment1 * beta1 + g * (1.0 - beta1)
+        v = moment2 * beta2 + g * g * (1.0 - beta2)
+        denominator = torch.sqrt(v) / torch.sqrt(correction2) + epsilon
+        decayed = param * (1.0 - learning_rate * weight_decay)
+        return decayed - m / denominator * (learning_rate / correction1), m, v
+
+    flat = TensorType("f32", (size,))
+    inputs = dict.fromkeys(["param", "moment1", "moment2", "grad"], flat) | dict.fromkeys(
+        ["scale", "learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "correction1", "correction2"], _SCALAR
+    )
+    return simplify(capture("adamw", function, inputs, ["new_param", "new_moment1", "new_moment2"]))

@@ -59,7 +59,8 @@ class Buffer:
 
     `view_of` and `view_offset` (in elements) make it a contiguous part of another buffer, which is not a view itself.
     `source` belongs to role `weight`; `tensor` (the name under which it is exported) and `init` to role `param`.
-    `arena_offset` (in bytes) is the place of an `activation` in the phase's arena, which liveness chose.
+    `arena_offset` (in bytes) is the place of an `activation` in the phase's arena, which liveness chose. `value` fixes the content
+    of a `scalar` once and for all.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Buffer:
     tensor: str | None = None
     init: Init | None = None
     arena_offset: int | None = None
+    value: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ def _buffer_dict(b: Buffer) -> dict[str, Any]:
         entry["init"] = {"kind": b.init.kind, "fan_in": b.init.fan_in}
     if b.arena_offset is not None:
         entry["arena_offset"] = b.arena_offset
+    if b.value is not None:
+        entry["value"] = b.value
     return entry
 
 
@@ -114,6 +116,7 @@ def _buffer(fields: Fields) -> Buffer:
         tensor=fields.take("tensor", text(), None),
         init=fields.take("init", record(_init), None),
         arena_offset=fields.take("arena_offset", integer(0), None),
+        value=fields.take("value", integer(-(2**31), 2**31 - 1), None),
     )
 
 

@@ -305,7 +305,8 @@ def _full(w: _Writer, node: Node) -> None:
 
 
 def _arange(w: _Writer, node: Node) -> None:
-    w.emit("Identity", [w.constant(np.arange(node.type.shape[0], dtype=_NUMPY[node.type.dtype]))], node.name)
+    bounds = [w.scalar(bound, node.type.dtype) for bound in (0, node.type.shape[0], 1)]
+    w.emit("Range", bounds, node.name)
 
 
 def _constant(w: _Writer, node: Node) -> None:

@@ -31,13 +31,14 @@ ATTESTATION_TYPE = "application/vnd.npucc.attestation.v1"
 REFERRER_TYPES = (SIGNATURE_TYPE, ATTESTATION_TYPE)
 
 REF_NAME = "org.opencontainers.image.ref.name"
+PREDICATE_TYPE = "in-toto.io/predicate-type"
 TITLE = "org.opencontainers.image.title"
 
 EMPTY_CONFIG = b"{}"
 LAYOUT_VERSION = "1.0.0"
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 
-MAX_INDEX = 1 << 20
+MAX_INDEX = 256 << 10
 MAX_MANIFEST = 4 << 20
 MAX_REFERRER = 64 << 10
 MAX_REFERRERS = 256
@@ -112,9 +113,13 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Referrer:
-    """The manifest of a signature or an attestation: it refers to a bundle's manifest and holds one envelope."""
+    """The manifest of a signature or an attestation: it refers to a bundle's manifest and holds one envelope.
+
+    `predicate_type` repeats what the envelope's statement is about, so that it can be picked without being fetched.
+    """
 
     artifact_type: str
+    predicate_type: str
     subject: Descriptor
     envelope: Descriptor
 
@@ -128,6 +133,7 @@ class Referrer:
                 "config": empty_config().to_dict(),
                 "layers": [self.envelope.to_dict()],
                 "subject": self.subject.to_dict(),
+                "annotations": {PREDICATE_TYPE: self.predicate_type},
             }
         )
 
@@ -146,6 +152,7 @@ class Referrer:
         layers = fields.need("layers", list_of(envelope, minimum=1, maximum=1))
         return cls(
             artifact_type=fields.need("artifactType", literal(*REFERRER_TYPES)),
+            predicate_type=fields.need("annotations", record(lambda inner: inner.need(PREDICATE_TYPE, _uri()))),
             subject=fields.need("subject", _descriptor(MANIFEST_MEDIA_TYPE)),
             envelope=layers[0] if layers else envelope.blank(),
         )
@@ -189,7 +196,7 @@ class Index:
 
 
 def empty_config() -> Descriptor:
-    """Describe the empty config that OCI prescribes for artifacts without one."""
+    """Describe the config that OCI prescribes for artifacts that need none: an empty object."""
     return Descriptor.of(EMPTY_MEDIA_TYPE, EMPTY_CONFIG)
 
 
@@ -203,6 +210,10 @@ def name_field() -> Kind[str]:
 def media_type_field() -> Kind[str]:
     """How a document's reader reads a media type."""
     return text(_MEDIA_TYPE_FORM, called="a media type")
+
+
+def _uri() -> Kind[str]:
+    return text(max_length=256)
 
 
 def _descriptor(media_type: str | None = None) -> Kind[Descriptor]:

@@ -31,6 +31,8 @@ E = TypeVar("E", bound=enum.Enum)
 L = TypeVar("L", str, int)
 
 MAX_REPORTED = 50
+
+_PLAIN = re.compile(r"[][\w./-]{1,80}")
 _NAMES = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "an integer", float: "a number"}
 
 
@@ -56,13 +58,28 @@ class Problems:
         raise error(headline, where=where, problems=self._found + more)
 
 
-@dataclass(frozen=True, slots=True)
 class Place:
-    """One value of a document, its path, and where to note what is wrong with it."""
+    """One value of a document, and where to note what is wrong with it. Its path is put together only when needed."""
 
-    value: Any
-    path: str
-    problems: Problems
+    __slots__ = ("_key", "_parent", "problems", "value")
+
+    def __init__(self, value: Any, problems: Problems, parent: Place | None = None, key: str | int = "") -> None:
+        self.value = value
+        self.problems = problems
+        self._parent = parent
+        self._key = key
+
+    @property
+    def path(self) -> str:
+        """The way from the document to this value, as in `parts[3].name`; empty for the document itself."""
+        return self._parent.path_of(self._key) if self._parent else ""
+
+    def path_of(self, key: str | int) -> str:
+        """The path of a member."""
+        if isinstance(key, int):
+            return f"{self.path}[{key}]"
+        name = key if _PLAIN.fullmatch(key) else _shown(key)
+        return f"{self.path}.{name}" if self._parent else name
 
     def wrong(self, what: str) -> None:
         """Note a fault of this value."""
@@ -70,7 +87,7 @@ class Place:
 
     def at(self, key: str | int) -> Place:
         """The member `key` of this object or list, which must exist."""
-        return Place(self.value[key], _join(self.path, key), self.problems)
+        return Place(self.value[key], self.problems, self, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +124,7 @@ class Fields:
 
     def wrong(self, name: str, what: str) -> None:
         """Note a fault of the member `name`: for rules that concern several members."""
-        self._place.problems.add(_join(self._place.path, name), what)
+        self._place.problems.add(self._place.path_of(name), what)
 
     def allow_unknown(self) -> None:
         """Accept members that this version does not know: for documents that other tools write and extend."""
@@ -131,7 +148,7 @@ def read(
 ) -> T:
     """Read a whole parsed document named `what`; raise `error` with all of its problems if there are any."""
     problems = Problems()
-    value = kind.read(Place(document, "", problems))
+    value = kind.read(Place(document, problems))
     problems.raise_any(f"{what} is not valid", error, where=where)
     return value
 
@@ -140,7 +157,7 @@ def record(build: Callable[[Fields], T]) -> Kind[T]:
     """An object with a fixed set of members, made into a value by `build`."""
 
     def blank() -> T:
-        return build(Fields(Place({}, "", Problems())))
+        return build(Fields(Place({}, Problems())))
 
     def read_record(place: Place) -> T:
         if not _is(place, dict):
@@ -260,14 +277,14 @@ def list_of(kind: Kind[T], *, minimum: int = 0, maximum: int | None = None) -> K
 
 
 def dict_of(kind: Kind[T], *, key: Kind[str] | None = None) -> Kind[dict[str, T]]:
-    """An object with free names, whose values are all of one kind. `key` says what a name must look like."""
+    """An object with free names, whose values are all of one kind. `key` reads the names."""
 
     def read_dict(place: Place) -> dict[str, T]:
         if not _is(place, dict):
             return {}
         if key is not None:
             for name in place.value:
-                key.read(Place(name, f"name {_shown(name)} in {place.path or 'document'}", place.problems))
+                key.read(Place(name, place.problems, place, name))
         return {name: kind.read(place.at(name)) for name in place.value}
 
     return Kind(read_dict, dict)
@@ -323,10 +340,3 @@ def _shown(value: object) -> str:
         return "an integer of more than 256 bits"
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "…"
-
-
-def _join(path: str, key: str | int) -> str:
-    if isinstance(key, int):
-        return f"{path}[{key}]"
-    name = key if re.fullmatch(r"[\w./-]{1,80}", key) else _shown(key)
-    return f"{path}.{name}" if path else name

@@ -13,9 +13,8 @@ from npubundle.model_config import MODEL_CONFIG, ModelConfig
 from npubundle.part import DIGEST, PART, Part
 from npubundle.recipe import RECIPE, Recipe
 from npubundle.strictjson import parse_canonical
+from npubundle.version import FORMAT_VERSION
 
-#: Version of the format. 1 (2026-12): first release.
-FORMAT_VERSION = 1
 MAX_BYTES = 16 << 20
 
 _DIGEST = text(DIGEST, called="a sha256 digest")
@@ -124,5 +123,3 @@ def _config(fields: Fields) -> BundleConfig:
     if "train" not in config.programs:
         fields.wrong("programs", "has no program 'train'")
     return config
-
-

@@ -23,7 +23,7 @@ def interpret(graph: Graph, inputs: Sequence[torch.Tensor], *, widen: bool = Tru
     for declared, tensor in zip(graph.inputs, inputs, strict=True):
         if tuple(tensor.shape) != declared.type.shape:
             raise ValueError(f"input {declared.name} of {graph.name} is {declared.type}, got shape {tuple(tensor.shape)}")
-        values[declared.name] = tensor.to(_dtype(declared.type.dtype, widen))
+        values[declared.name] = tensor if _only_indexed(graph, declared.name) else tensor.to(_dtype(declared.type.dtype, widen))
     last_use = {name: node.name for node in graph.nodes for name in node.refs()}
     kept = {value for _, value in graph.outputs}
     for node in graph.nodes:
@@ -32,6 +32,12 @@ def interpret(graph: Graph, inputs: Sequence[torch.Tensor], *, widen: bool = Tru
             if last_use[name] == node.name and name not in kept:
                 del values[name]
     return [values[value] for _, value in graph.outputs]
+
+
+def _only_indexed(graph: Graph, name: str) -> bool:
+    """Whether rows are picked from this input and nothing else: then widening the rows does, and a table need not be doubled."""
+    users = graph.users[name]
+    return bool(users) and all(u.op == "aten.index_select.default" and u.args[0] == Ref(name) for u in users)
 
 
 def _dtype(name: str, widen: bool) -> torch.dtype:

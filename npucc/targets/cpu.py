@@ -20,6 +20,9 @@ MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 #: Whole layers, few and large parts; slices of the vocabulary small enough that a block of logits stays near the caches.
 CUT = CutPolicy(head_rows=128, head_slice=16384)
 
+#: Budget of the activation policy `auto` where the recipe has none: a training host with 16 GiB.
+MEMORY = 16 << 30
+
 #: Relative error in the Euclidean norm that f32 arithmetic may show against float64. Sums of some ten thousand products
 #: stay below 1e-6; a wrong rewrite is off by far more than this.
 BOUND = 2e-5

@@ -28,6 +28,7 @@ class Target(Protocol):
     MEDIA_TYPE: str
     CUT: CutPolicy
     BOUND: float
+    MEMORY: int
 
     def toolchain(self) -> dict[str, str]:
         """Name and version of everything that can change the bytes."""

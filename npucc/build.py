@@ -1,0 +1,238 @@
+"""From a model and a recipe to the content of a bundle: trace, cut, compile, check, assemble."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from npubundle import program_json
+from npubundle.config import BundleConfig, Memory
+from npubundle.config import Target as TargetInfo
+from npubundle.content import Content, NewLayer, build_container
+from npubundle.digest import sha256_of
+from npubundle.keys import Signer
+from npubundle.part import Numerics, Part, Port
+from npubundle.program import Program
+from npubundle.program_check import check
+from npubundle.recipe import Activations, Recipe
+from npubundle.statement import NUMERICS
+from npucc.cache import Cache, Entry, Identity
+from npucc.errors import ResourceError
+from npucc.models.config_reader import Model
+from npucc.numerics import Measured, measure
+from npucc.parts import PartSpec, Traced, samplers, trace
+from npucc.passes import PIPELINE_VERSION
+from npucc.program_builder import reference_program, training_program
+from npucc.progress import Progress
+from npucc.targets import Target
+
+#: Annotation of a layer: the names of the parts or the program in it.
+NAME_ANNOTATION = "dev.npucc.name"
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A build before anything is compiled: what `npucc plan` shows."""
+
+    traced: Traced
+    target: Target
+    programs: Mapping[str, Program]
+    identities: Mapping[str, Identity]
+    memory: Memory
+
+    @property
+    def specs(self) -> tuple[PartSpec, ...]:
+        """The parts that the programs call, sorted by name."""
+        return tuple(self.traced.parts[name] for name in sorted(self.identities))
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A finished build. `compiled` and `cached` count parts by key."""
+
+    config: BundleConfig
+    content: Content
+    measured: Mapping[str, tuple[Measured, ...]]
+    compiled: int
+    cached: int
+
+
+def lower(model: Model, recipe: Recipe, target: Target) -> Lowered:
+    """Trace the step, choose what to save, build both programs and name every part's identity."""
+    traced = trace(model, recipe, target.CUT)
+    saved = saved_layers(traced, target)
+    programs = {"train": training_program(traced, saved), "reference": reference_program(traced)}
+    names = sorted({name for program in programs.values() for name in program.parts()})
+    toolchain = target.toolchain()
+    identities = {name: Identity.of(name, traced.parts[name].graph, target.NAME, {}, toolchain) for name in names}
+    return Lowered(traced, target, programs, identities, _memory(programs["train"], saved))
+
+
+def saved_layers(traced: Traced, target: Target) -> int:
+    """How many layers keep their activations: all, none, or as many as the memory budget has room for."""
+    recipe, layers = traced.recipe, traced.model.config.num_hidden_layers
+    if recipe.activations is not Activations.AUTO:
+        return layers if recipe.activations is Activations.SAVE else 0
+    budget = recipe.memory_budget or target.MEMORY
+    low, high = 0, layers
+    while low < high:  # the peak grows with the number of saved layers
+        middle = (low + high + 1) // 2
+        if _memory(training_program(traced, middle), middle).peak <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _memory(program: Program, saved: int) -> Memory:
+    sizes = {"weight": 0, "param": 0, "grad": 0, "moment": 0, "input": 0, "scalar": 0, "output": 0, "activation": 0}
+    for buffer in program.buffers.values():
+        if buffer.view_of is None:
+            sizes[buffer.role] += buffer.type.nbytes
+    return Memory(
+        weights=sizes["weight"],
+        state=sizes["param"] + sizes["grad"] + sizes["moment"],
+        activations=max(program.arena.values()),
+        io=sizes["input"] + sizes["scalar"] + sizes["output"],
+        saved_layers=saved,
+    )
+
+
+def bundle_name(lowered: Lowered) -> str:
+    """A name from the recipe, for people and trust rules, when none is given."""
+    recipe, config = lowered.traced.recipe, lowered.traced.model.config
+    targets = "-".join(recipe.targets)
+    size = f"{config.num_hidden_layers}x{config.hidden_size}"
+    return f"{config.model_type}-{size}-lora-r{recipe.rank}-{targets}-s{recipe.seq_len}-{lowered.target.NAME}"
+
+
+def compile_all(lowered: Lowered, cache: Cache, progress: Progress) -> tuple[dict[str, Entry], int]:
+    """Every part by name, from the cache or compiled and checked now; and how many keys were compiled."""
+    by_key: dict[str, Entry] = {}
+    compiled = 0
+    inputs = samplers(lowered.traced)
+    entries: dict[str, Entry] = {}
+    for spec in lowered.specs:
+        identity = lowered.identities[spec.name]
+        group = spec.name.split(".")[0]
+        if identity.key not in by_key:
+            entry = cache.get(identity)
+            if entry is None:
+                with progress.step(group, spec.name):
+                    entry = _compile(spec, lowered.target, inputs)
+                _remember(cache, identity, entry, progress)
+                compiled += 1
+            else:
+                progress.cached(group, spec.name)
+            by_key[identity.key] = entry
+        entries[spec.name] = by_key[identity.key]
+    return entries, compiled
+
+
+def _compile(spec: PartSpec, target: Target, inputs: Mapping[str, Any]) -> Entry:
+    payload = target.compile_part(spec.graph)
+    return Entry(payload, tuple(measure(spec.graph, payload, target, inputs)))
+
+
+def _remember(cache: Cache, identity: Identity, entry: Entry, progress: Progress) -> None:
+    """A cache that cannot be written costs time, not the build."""
+    try:
+        cache.put(identity, entry)
+    except OSError as failure:
+        progress.note(f"warning: {identity.part} is not cached: {failure.strerror} ({cache.root})")
+
+
+def assemble(
+    lowered: Lowered, entries: Mapping[str, Entry], compiled: int, *, name: str | None = None, signer: Signer | None = None
+) -> Compiled:
+    """The bundle's content, signed if there is a signer; without one there is no numerics statement either."""
+    programs = {role: program_json.encode(program) for role, program in lowered.programs.items()}
+    config = _config(lowered, entries, {role: sha256_of(raw) for role, raw in programs.items()}, name or bundle_name(lowered))
+    for program in lowered.programs.values():
+        check(program, {part.name: part for part in config.parts})
+    measured = {part: entry.measured for part, entry in entries.items()}
+    content = build_container(
+        config.name,
+        config.encode(),
+        _layers(lowered, entries, programs),
+        signer=signer,
+        attestations=[(NUMERICS, _numerics_predicate(lowered, measured))] if signer else (),
+    )
+    distinct = len({identity.key for identity in lowered.identities.values()})
+    return Compiled(config, content, measured, compiled, distinct - compiled)
+
+
+def _config(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[str, str], name: str) -> BundleConfig:
+    import torch
+
+    toolchain = {"torch": torch.__version__.split("+")[0], "passes": str(PIPELINE_VERSION), **lowered.target.toolchain()}
+    return BundleConfig(
+        name=name,
+        model=lowered.traced.model.config,
+        recipe=lowered.traced.recipe,
+        target=TargetInfo(lowered.target.NAME, {}),
+        toolchain=toolchain,
+        parts=tuple(_part(spec, lowered, entries[spec.name]) for spec in lowered.specs),
+        programs=programs,
+        memory=lowered.memory,
+    )
+
+
+def _part(spec: PartSpec, lowered: Lowered, entry: Entry) -> Part:
+    graph, target = spec.graph, lowered.target
+    outputs = zip(graph.outputs, graph.output_types, strict=True)
+    return Part(
+        name=spec.name,
+        key=lowered.identities[spec.name].key,
+        inputs=tuple(Port(v.name, v.type) for v in graph.inputs),
+        outputs=tuple(Port(name, kind) for (name, _), kind in outputs),
+        inplace=spec.inplace,
+        digest=sha256_of(entry.payload),
+        size=len(entry.payload),
+        media_type=target.MEDIA_TYPE,
+        requires=target.requirements(),
+        numerics=Numerics(target.BOUND, "pass"),
+    )
+
+
+def _layers(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[str, bytes]) -> Sequence[NewLayer]:
+    """Programs first, then each payload once, under the names of all parts that have it."""
+    layers = [NewLayer(program_json.MEDIA_TYPE, raw, {NAME_ANNOTATION: role}) for role, raw in sorted(programs.items())]
+    names: dict[bytes, list[str]] = {}
+    for name in sorted(entries):
+        names.setdefault(entries[name].payload, []).append(name)
+    for payload, parts in names.items():
+        layers.append(NewLayer(lowered.target.MEDIA_TYPE, payload, {NAME_ANNOTATION: ",".join(parts)}))
+    return layers
+
+
+def _numerics_predicate(lowered: Lowered, measured: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
+    return {
+        "bound": lowered.target.BOUND,
+        "reference": "float64 interpretation of the canonical graph",
+        "parts": {
+            part: [dataclasses.asdict(outcome) for outcome in outcomes] for part, outcomes in sorted(measured.items())
+        },
+    }
+
+
+def build(  # noqa: PLR0913 -- one argument per input of a build
+    model: Model,
+    recipe: Recipe,
+    target: Target,
+    cache: Cache,
+    progress: Progress,
+    *,
+    name: str | None = None,
+    signer: Signer | None = None,
+) -> Compiled:
+    """The whole way. Raises CompilerError; a numerics check that fails leaves no entry in the cache."""
+    with progress.step("trace", f"{model.config.num_hidden_layers} layers, {recipe.seq_len} tokens"):
+        lowered = lower(model, recipe, target)
+    try:
+        entries, compiled = compile_all(lowered, cache, progress)
+    except MemoryError:
+        raise ResourceError("the host has not enough memory to check a part", remedy="use a host with more memory") from None
+    return assemble(lowered, entries, compiled, name=name, signer=signer)

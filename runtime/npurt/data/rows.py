@@ -121,27 +121,23 @@ def _check_message(message: object, path: tuple[str | int, ...], report: Report)
     if not isinstance(message, dict):
         report(path, f"a message is an object, this is {_kind(message)}")
         return False
-    role = message.get("role")
-    good = True
-    if not isinstance(role, str) or not role:
-        if "role" in message:
-            report((*path, "role"), f'"role" is text, this is {_kind(role)}')
-        else:
-            report(path, f'the message has no "role" ({_keys(message)} found)')
-        good = False
-    content = message.get("content")
-    if content is None and role == "assistant" and message.get("tool_calls"):
-        return good  # a turn that only calls tools
-    if "content" not in message:
-        report(path, f'the message has no "content" ({_keys(message)} found)')
-        return False
-    if not isinstance(content, str):
-        report((*path, "content"), f'"content" is text, this is {_kind(content)}')
-        return False
-    if not content.strip() and role in _SPEAKING_ROLES and not message.get("tool_calls"):
-        report((*path, "content"), f'"content" of the {role} is empty')
-        return False
-    return good
+    role, content = message.get("role"), message.get("content")
+    calls_tools = role == "assistant" and bool(message.get("tool_calls"))
+    missing = [key for key in ("role", "content") if key not in message and not (key == "content" and calls_tools)]
+    faults: list[tuple[tuple[str | int, ...], str]] = []
+    if missing:
+        wanted = " and no ".join(f'"{key}"' for key in missing)
+        faults.append((path, f"the message has no {wanted} ({_keys(message)} found)"))
+    if "role" in message and (not isinstance(role, str) or not role):
+        faults.append(((*path, "role"), f'"role" is text, this is {_kind(role)}'))
+    if "content" in message and not (content is None and calls_tools):
+        if not isinstance(content, str):
+            faults.append(((*path, "content"), f'"content" is text, this is {_kind(content)}'))
+        elif not content.strip() and role in _SPEAKING_ROLES and not calls_tools:
+            faults.append(((*path, "content"), f'"content" of the {role} is empty'))
+    for where, what in faults:
+        report(where, what)
+    return not faults
 
 
 def _speaks(row: Mapping[str, Any], key: str, report: Report) -> bool:

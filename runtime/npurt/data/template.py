@@ -47,8 +47,6 @@ class ChatTemplate:
         self._compiled: dict[str, tuple[jinja2.Template, GenerationBlocks]] = {}
         text = "".join(self._sources.values())
         self.has_generation_blocks = _GENERATION_TAG.search(text) is not None
-        self.reads_generation_prompt = "add_generation_prompt" in text
-        self.reads_clock = "strftime_now" in text
 
     @classmethod
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str], clock: dt.datetime) -> ChatTemplate | None:

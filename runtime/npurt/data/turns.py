@@ -6,12 +6,13 @@ believed:
 
     prefixes    render(messages before the turn, with the prompt for an answer)   "…<|assistant|>\n"
                 render(messages up to the turn)                                   "…<|assistant|>\nHi.<|end|>\n"
-                Both must begin the whole text; the turn is the difference. This is what the model would have to write.
+                Both must begin the whole text; the turn is the difference. This is what the model will have to write,
+                the turn's header included if the template does not put that into the prompt.
 
     a marker    render the whole chat with a unique word in place of the turn's content. What stands before and after
-                the word must stand so in the whole text too; the turn is what lies between. It needs neither a template
-                that knows prompts for answers nor one that renders the beginning of a chat as it does the whole
-                (those that drop earlier reasoning, or put the system prompt into the last user turn, do not).
+                the word must stand so in the whole text too; the turn is what lies between. This also serves templates
+                that render the beginning of a chat otherwise than the whole: that drop earlier reasoning, or put the
+                system prompt into the last user turn.
 
 A turn that neither finds is refused: to train on a guess would be worse.
 """
@@ -69,8 +70,6 @@ def _turn(template: ChatTemplate, messages: Sequence[Message], index: int, text:
 def _by_prefixes(
     template: ChatTemplate, messages: Sequence[Message], index: int, text: str, tools: Tools
 ) -> Span | None:
-    if not template.reads_generation_prompt:
-        return None  # the difference would include the turn's header
     try:
         before = template.render(messages[:index], tools=tools, generation_prompt=True)
         last = index == len(messages) - 1
@@ -96,5 +95,6 @@ def _by_marker(template: ChatTemplate, messages: Sequence[Message], index: int, 
     left, found, right = marked.partition(marker)
     if not found or marker in right or not text.startswith(left) or not text.endswith(right):
         return None
-    start, end = len(left), len(text) - len(right)
+    # Most tokenizers make one token of a blank and the word behind it, so the model writes that blank.
+    start, end = len(left.rstrip(" ")), len(text) - len(right)
     return (start, end) if start < end else None

@@ -48,7 +48,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """In the manner of Llama 2 and Mistral: blanks as ▁, one put before the text, unknown characters as bytes, BOS added."""
+    """In the manner of Llama 2 and Mistral: ▁ for blanks and before the text, bytes for the unknown, BOS added."""
     special = ["<unk>", "<s>", "</s>"]
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trainer = trainers.BpeTrainer(
@@ -147,5 +147,3 @@ def reference() -> Callable[[Path], Any]:
         return transformers.AutoTokenizer.from_pretrained(folder)
 
     return make
-
-

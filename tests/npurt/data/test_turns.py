@@ -17,11 +17,11 @@ from npurt.data.template import ChatTemplate, TemplateRefusal
 from npurt.data.tokens import Tokenizer
 from npurt.data.turns import render_chat
 
-CLOCK = dt.datetime(2026, 12, 1)  # noqa: DTZ001
+CLOCK = dt.datetime(2026, 12, 1)  # noqa: DTZ001 -- as templates see it, without a zone
 A, B = {"role": "user", "content": "What is the capital of France?"}, {"role": "user", "content": "And of Spain? 🙂"}
 PARIS, MADRID = {"role": "assistant", "content": "Paris."}, {"role": "assistant", "content": "Madrid, señor 🙂."}
 CHAT = [A, PARIS, B, MADRID]
-CALL = {
+CALL: dict[str, Any] = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
@@ -111,8 +111,8 @@ def test_a_user_who_says_the_same_is_not_taken_for_the_assistant(model_folder: C
 def test_a_generation_block_without_the_end_gets_it(model_folder: Callable[..., Path]) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-        "<|im_end|>\n{% endfor %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     )
     folder = model_folder("generation", template=source)
     assert supervised(folder, CHAT) == ["Paris.<|im_end|>", "Madrid, señor 🙂.<|im_end|>"]
@@ -128,18 +128,19 @@ def test_a_generation_block_with_the_end_does_not_take_the_next_header(model_fol
     assert supervised(folder, CHAT) == ["Paris.<|eot_id|>", "Madrid, señor 🙂.<|eot_id|>"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "{% macro say(m) %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endmacro %}"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ say(m) if m.role == 'assistant' else m.content + '<|im_end|>' }}"
-        "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        "{% for m in messages %}{% set x %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}"
-        "<|im_start|>{{ m.role }}\n{{ x }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    ],
-    ids=["macro", "set"],
+_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_IN_A_MACRO = (
+    "{% macro say(m) %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ say(m) if m.role == 'assistant' else m.content + '<|im_end|>' }}\n{% endfor %}"
 )
+_IN_A_SET = (
+    "{% for m in messages %}{% set x %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}"
+    "<|im_start|>{{ m.role }}\n{{ x }}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("body", [_IN_A_MACRO + _PROMPT, _IN_A_SET + _PROMPT], ids=["macro", "set"])
 def test_generation_blocks_at_untrue_places_are_not_believed(body: str, model_folder: Callable[..., Path]) -> None:
     folder = model_folder("generation", template=body)
     assert supervised(folder, CHAT) == ["Paris.<|im_end|>", "Madrid, señor 🙂.<|im_end|>"]
@@ -160,14 +161,11 @@ def test_the_mask_is_the_references_where_it_has_one(
     assert mask == expected["assistant_masks"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
-        "{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}{{ messages | length }}{{ messages[1].content }}",
-    ],
-    ids=["leaves turns out", "says them twice"],
-)
+_ONLY_USERS = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+_TWICE = "{% for m in messages %}{{ m.content | upper }}{% endfor %}{{ messages | length }}{{ messages[1].content }}"
+
+
+@pytest.mark.parametrize("source", [_ONLY_USERS, _TWICE], ids=["leaves turns out", "says them twice"])
 def test_a_turn_that_cannot_be_found_is_refused(source: str, model_folder: Callable[..., Path]) -> None:
     folder = model_folder("chatml", template=source)
     template = ChatTemplate.from_folder(folder, {}, CLOCK)

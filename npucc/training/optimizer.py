@@ -35,11 +35,19 @@ def clip(size: int) -> Graph:
     """
 
     def function(grad: torch.Tensor, token_count: torch.Tensor, max_norm: torch.Tensor) -> Sequence[torch.Tensor]:
-        norm = torch.sqrt((grad * grad).sum()) / token_count
+        norm = torch.sqrt(_sum(grad * grad)) / token_count
         return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0) / token_count
 
     inputs = {"grad": TensorType("f32", (size,)), "token_count": _SCALAR, "max_norm": _SCALAR}
     return simplify(capture("clip", function, inputs, ["grad_norm", "scale"]))
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum in two stages: one f32 sum over millions of squares would lose four digits on targets that add one by one."""
+    width = 1 << max(0, (values.numel() - 1).bit_length() // 2)
+    rest = -values.numel() % width
+    padded = torch.cat([values, torch.zeros(rest)]) if rest else values
+    return padded.view(-1, width).sum(1).sum()
 
 
 def adamw(size: int) -> Graph:

@@ -30,13 +30,17 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The traced step: every graph that any activation policy needs, by part name, and the sizes the program is built with."""
+    """The traced step: every graph that any activation policy needs, by part name, and the sizes the program is built with.
+
+    `layer` is the joint graph of a decoder layer as it was traced, before any pass.
+    """
 
     model: Model
     recipe: Recipe
     head: HeadShape
     parts: Mapping[str, PartSpec]
     trained: int
+    layer: Graph
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -52,7 +56,8 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
     adapters = layer.adapters(model, recipe)
     trained = config.num_hidden_layers * sum(kind.elements for a in adapters for _, _, kind in a.matrices)
     graphs = [embedding.tables(config, recipe.seq_len), embedding.embed(config, recipe.seq_len)]
-    graphs += _layer_graphs(model, recipe)
+    raw = layer.joint(model, recipe)
+    graphs += _layer_graphs(raw)
     graphs += _head_graphs(model, recipe, shape)
     parts = {graph.name: PartSpec(graph.name, graph) for graph in graphs}
     for graph, pairs in (
@@ -61,12 +66,11 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
         (optimizer.adamw(trained), {"new_param": "param", "new_moment1": "moment1", "new_moment2": "moment2"}),
     ):
         parts[graph.name] = PartSpec(graph.name, graph, inplace_pairs(graph, pairs))
-    return Traced(model, recipe, shape, parts, trained)
+    return Traced(model, recipe, shape, parts, trained, raw)
 
 
-def _layer_graphs(model: Model, recipe: Recipe) -> list[Graph]:
+def _layer_graphs(raw: Graph) -> list[Graph]:
     """All cuts of the joint graph. The first layer's backward needs no gradient of its input: embeddings are frozen."""
-    raw = layer.joint(model, recipe)
     joint = simplify(raw)
     gradients = {name for name, _ in joint.outputs if name not in {"y", "dx"}}
     halves = partition(joint, tangents={"dy"}, forward_outputs={"y"})

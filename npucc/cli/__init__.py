@@ -1,0 +1,87 @@
+"""The command `npucc`. Each command is a module; torch is imported inside commands, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+
+import click
+import typer
+
+from npubundle.errors import Error, ExitCode
+from npucc.cli import build, inspect, keygen, plan, verify
+from npucc.cli.options import version_option
+from npucc.errors import InternalError, ResourceError
+
+DEBUG_VARIABLE = "NPUCC_DEBUG"
+
+app = typer.Typer(
+    name="npucc",
+    help="Compile a model and a training recipe into a signed bundle that npurt trains with.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.callback()(version_option)
+app.command("build")(build.build)
+app.command("plan")(plan.plan)
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("keygen")(keygen.keygen)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code; every error a user can act on is one message on standard error."""
+    signal.signal(signal.SIGTERM, _terminated)
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(args=words, standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as request:
+        return int(request.exit_code)
+    except click.ClickException as failure:
+        failure.show()
+        return int(ExitCode.USAGE)
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+    except Error as failure:
+        return _report(failure, words)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.FIXABLE)
+    except OSError as failure:
+        return _report(_from_system(failure), words)
+    except MemoryError:
+        return _report(ResourceError("out of memory", remedy="use a host with more memory"), words)
+    except Exception as failure:  # noqa: BLE001 -- the last resort: a fault of ours becomes a message and an exit code
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exc()
+        what = f"{type(failure).__name__}: {failure}"
+        return _report(InternalError(what, remedy=f"set {DEBUG_VARIABLE}=1 for a traceback, and report it"), words)
+    return code if isinstance(code, int) else 0
+
+
+def _report(failure: Error, words: list[str]) -> int:
+    text = json.dumps(failure.as_dict()) if "--json" in words else failure.render()
+    print(text, file=sys.stderr)
+    return int(failure.exit_code)
+
+
+def _from_system(failure: OSError) -> Error:
+    where = str(failure.filename) if failure.filename else None
+    if failure.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return ResourceError("the disk is full; nothing was changed", where=where, remedy="free some space and run it again")
+    return ResourceError(failure.strerror or str(failure), where=where)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    del frame
+    # Unwinds like an exception, so that temporary files are removed on the way out.
+    raise SystemExit(int(ExitCode.TERMINATED) if number == signal.SIGTERM else 128 + number)

@@ -1,0 +1,83 @@
+"""`npucc build`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from npubundle import container
+from npubundle.keys import PrivateKey, exposure
+from npucc.cli import options as o
+
+
+def build(  # noqa: PLR0913 -- one parameter per flag
+    model: o.ModelOption = None,
+    recipe: o.RecipeOption = None,
+    target: o.TargetOption = None,
+    mode: o.ModeOption = None,
+    rank: o.RankOption = None,
+    alpha: o.AlphaOption = None,
+    targets: o.TargetsOption = None,
+    seq_len: o.SeqLenOption = None,
+    activations: o.ActivationsOption = None,
+    memory_budget: o.BudgetOption = None,
+    logits: o.LogitsOption = False,  # noqa: FBT002 -- a flag
+    ignore_config_key: o.IgnoreOption = None,
+    name: Annotated[str | None, typer.Option("--name", help="The bundle's name.  [default: made from the recipe]")] = None,
+    key: Annotated[Path | None, typer.Option("--key", metavar="KEY", help="Private key to sign with.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="OUT", help="An .npub file, or an OCI layout folder.  [default: NAME.npub]"),
+    ] = None,
+    dump: Annotated[Path | None, typer.Option("--dump", metavar="DIR", help="Write every stage as text and ONNX.")] = None,
+    cache_dir: o.CacheOption = None,
+    progress: o.ProgressOption = o.Style.AUTO,
+    as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
+) -> None:
+    """Compile a training step into a bundle, check every part, and sign it."""
+    started = time.monotonic()
+    flags = {
+        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets, "seq_len": seq_len,
+        "activations": activations, "memory_budget": memory_budget, "logits": logits, "name": name,
+    }  # fmt: skip
+    wanted = o.build_options(recipe, flags, ignore_config_key)
+    signer = PrivateKey.load(key) if key else None  # before the long work: a wrong passphrase should not cost an hour
+
+    from npucc import build as builder
+    from npucc.dump import write_dump
+    from npucc.hub import config_path
+    from npucc.models.config_reader import read_model
+    from npucc.progress import Progress
+    from npucc.targets import find
+
+    show = Progress(progress.value)
+    if key and (warning := exposure(key)):
+        show.note(f"warning: {warning}")
+    if signer is None:
+        show.note("warning: without --key the bundle is unsigned, and a device host refuses it under the default policy")
+    chosen = find(wanted.target)
+    compilable = read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys)
+    with show.step("trace", f"{compilable.config.num_hidden_layers} layers, {wanted.recipe.seq_len} tokens"):
+        lowered = builder.lower(compilable, wanted.recipe, chosen)
+    if dump:
+        write_dump(dump, lowered)
+    entries, compiled = builder.compile_all(lowered, o.cache(cache_dir), show)
+    result = builder.assemble(lowered, entries, compiled, name=wanted.name, signer=signer)
+    path = output or Path(f"{result.config.name}.npub")
+    container.write(path, result.content)
+    total = result.compiled + result.cached
+    seconds = time.monotonic() - started
+    show.note(f"{total}/{total} parts, {100 * result.cached // total} % cached, {seconds:.1f}s")
+    digest = result.content.manifest_digest
+    if as_json:
+        document = {
+            "bundle": str(path), "digest": digest, "name": result.config.name, "signed": signer is not None, "parts": total,
+            "compiled": result.compiled, "cached": result.cached, "memory_peak": result.config.memory.peak, "seconds": round(seconds, 3),
+        }  # fmt: skip
+        typer.echo(json.dumps(document))
+    else:
+        typer.echo(f"{digest}  {path}")

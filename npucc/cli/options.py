@@ -1,0 +1,185 @@
+"""Options that several commands share, and what they are read into."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from npubundle.fields import Fields, anything, read, record, text
+from npubundle.recipe import RECIPE, Activations, Mode, Recipe
+from npubundle.trust import TrustPolicy
+from npubundle.verdict import Verdict
+from npucc.cache import ENVIRONMENT_VARIABLE, Cache
+from npucc.errors import UsageError
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="PATH|ID", help="Model folder, config.json, or hub id. Only config.json is read."),
+]
+RecipeOption = Annotated[
+    Path | None, typer.Option("--recipe", metavar="FILE", help="TOML file with the options of a build; flags win over it.")
+]
+TargetOption = Annotated[str | None, typer.Option("--target", help="What to compile for.  [default: cpu]")]
+ModeOption = Annotated[Mode | None, typer.Option("--mode", help="What is trained.  [default: lora]")]
+RankOption = Annotated[int | None, typer.Option("--rank", min=1, help="LoRA rank.  [default: 16]")]
+AlphaOption = Annotated[float | None, typer.Option("--alpha", help="LoRA alpha; the branch is scaled by alpha / rank.  [default: 32]")]
+TargetsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-targets",
+        "--targets",
+        metavar="LIST",
+        help="Layers with a LoRA branch, from q,k,v,o,gate,up,down.  [default: q,v]",
+    ),
+]
+SeqLenOption = Annotated[int | None, typer.Option("--seq-len", min=2, help="Tokens per sequence, fixed here.  [default: 512]")]
+ActivationsOption = Annotated[
+    Activations | None,
+    typer.Option(
+        "--activations",
+        help="What forward keeps for backward: only layer inputs (recompute), all (save), or by memory (auto).  [default: auto]",
+    ),
+]
+BudgetOption = Annotated[
+    str | None, typer.Option("--memory-budget", metavar="SIZE", help="Memory that 'auto' may plan with, such as 6GiB.  [default: the target's]")
+]
+LogitsOption = Annotated[bool, typer.Option("--logits", help="Add a phase that returns logits.")]
+IgnoreOption = Annotated[
+    list[str] | None,
+    typer.Option("--ignore-config-key", metavar="KEY", help="Key of config.json known to change nothing; may be given again."),
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--cache-dir", envvar=ENVIRONMENT_VARIABLE, metavar="DIR", help="Compiled parts.  [default: ~/.cache/npucc]"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+TrustOption = Annotated[
+    list[Path] | None,
+    typer.Option("--trust", metavar="FILE", help="Public key (may be given again) or trust policy.  [default: the default policy]"),
+]
+
+
+class Style(Enum):
+    """How progress is shown."""
+
+    AUTO = "auto"
+    TTY = "tty"
+    PLAIN = "plain"
+    JSON = "json"
+    QUIET = "quiet"
+
+
+ProgressOption = Annotated[Style, typer.Option("--progress", help="How progress is shown on standard error.")]
+
+
+def version_option(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,  # noqa: FBT002 -- a flag
+) -> None:
+    """Compile a model and a training recipe into a signed bundle that npurt trains with."""
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"npucc {installed('npucc')}")
+        raise typer.Exit
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What to compile: the model's place, the recipe, the target, and the bundle's name if it has one."""
+
+    model: str
+    recipe: Recipe
+    target: str
+    name: str | None
+    ignore_keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """Content of a recipe file."""
+
+    model: str | None = None
+    target: str | None = None
+    name: str | None = None
+    recipe: dict[str, Any] | None = None
+
+
+def build_options(file: Path | None, flags: dict[str, Any], ignore_keys: list[str] | None) -> BuildOptions:
+    """Join flags (None where absent) with the recipe file. Raises UsageError with all problems of either."""
+    given = _read_file(file) if file else _File()
+    table = dict(given.recipe or {})
+    table |= {key: flags[key] for key in ("rank", "alpha", "seq_len") if flags[key] is not None}
+    table |= {key: flags[key].value for key in ("mode", "activations") if flags[key] is not None}
+    if flags["targets"] is not None:
+        table["targets"] = [word.strip() for word in flags["targets"].split(",") if word.strip()]
+    if flags["memory_budget"] is not None:
+        table["memory_budget"] = flags["memory_budget"]
+    if isinstance(table.get("memory_budget"), str):
+        table["memory_budget"] = parse_size(table["memory_budget"])
+    if flags["logits"]:
+        table["logits"] = True
+    recipe = read(table, RECIPE, what="the recipe", error=UsageError, where=str(file) if file else None)
+    model = flags["model"] or given.model
+    if model is None:
+        raise UsageError("no model is given", remedy="add --model DIR, --model config.json, or `model` to the recipe file")
+    name = flags.get("name") or given.name
+    return BuildOptions(model, recipe, flags["target"] or given.target or "cpu", name, tuple(ignore_keys or ()))
+
+
+def _read_file(path: Path) -> _File:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise UsageError(f"cannot read the recipe: {failure.strerror}", where=str(path)) from failure
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+        raise UsageError(f"the recipe is not TOML: {failure}", where=str(path)) from failure
+
+    def build(fields: Fields) -> _File:
+        optional = {name: fields.take(name, text(), None) for name in ("model", "target", "name")}
+        table = fields.take("recipe", anything(), {})
+        if not isinstance(table, dict):
+            fields.wrong("recipe", "must be a table")
+        return _File(**optional, recipe=table if isinstance(table, dict) else {})
+
+    given = read(document, record(build), what="the recipe file", error=UsageError, where=str(path))
+    beside = path.parent / given.model if given.model else None
+    if beside is not None and beside.exists():  # a path in a file is relative to the file
+        return _File(str(beside), given.target, given.name, given.recipe)
+    return given
+
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
+
+
+def parse_size(size: str) -> int:
+    """Bytes of a size such as `6GiB`, `500MB` or `1073741824`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
+    if match is None or match[2] not in _UNITS:
+        raise UsageError(f"{size!r} is not a size", remedy="write a number of bytes, or one with a unit, such as 6GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def show_size(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def show_verdict(verdict: Verdict) -> dict[str, Any]:
+    """What the trust policy said of a bundle, as plain values."""
+    return {"trusted": verdict.trusted, "mode": verdict.mode.value, "signers": list(verdict.signers), "warnings": list(verdict.warnings)}
+
+
+def cache(folder: Path | None) -> Cache:
+    """The part cache to use."""
+    return Cache(folder) if folder else Cache.default()
+
+
+def policy(files: list[Path] | None) -> TrustPolicy:
+    """The trust policy: of the files given, else the default one."""
+    return TrustPolicy.from_paths(files) if files else TrustPolicy.default()

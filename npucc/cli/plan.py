@@ -1,0 +1,106 @@
+"""`npucc plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from npucc.cli import options as o
+
+
+def plan(  # noqa: PLR0913 -- one parameter per flag
+    model: o.ModelOption = None,
+    recipe: o.RecipeOption = None,
+    target: o.TargetOption = None,
+    mode: o.ModeOption = None,
+    rank: o.RankOption = None,
+    alpha: o.AlphaOption = None,
+    targets: o.TargetsOption = None,
+    seq_len: o.SeqLenOption = None,
+    activations: o.ActivationsOption = None,
+    memory_budget: o.BudgetOption = None,
+    logits: o.LogitsOption = False,  # noqa: FBT002 -- a flag
+    ignore_config_key: o.IgnoreOption = None,
+    cache_dir: o.CacheOption = None,
+    as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
+) -> None:
+    """Say what a build would do: its parts, its memory, what the cache has, and why it lacks the rest. Compiles nothing."""
+    flags = {
+        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets, "seq_len": seq_len,
+        "activations": activations, "memory_budget": memory_budget, "logits": logits,
+    }  # fmt: skip
+    wanted = o.build_options(recipe, flags, ignore_config_key)
+
+    from npucc import build as builder
+    from npucc.hub import config_path
+    from npucc.models.config_reader import read_model
+    from npucc.targets import find
+
+    chosen = find(wanted.target)
+    lowered = builder.lower(read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys), wanted.recipe, chosen)
+    document = describe(lowered, o.cache(cache_dir), wanted.recipe.memory_budget or chosen.MEMORY)
+    typer.echo(json.dumps(document, indent=2) if as_json else as_text(document))
+
+
+def describe(lowered: Any, cache: Any, budget: int) -> dict[str, Any]:
+    """The plan as plain values."""
+    calls = {name: 0 for name in lowered.identities}
+    for program in lowered.programs.values():
+        for phase in program.phases:
+            for call in program.calls(phase):
+                calls[call.part] += 1
+    parts = []
+    for spec in lowered.specs:
+        identity = lowered.identities[spec.name]
+        cached = cache.get(identity) is not None
+        parts.append(
+            {
+                "name": spec.name,
+                "key": identity.key,
+                "nodes": len(spec.graph.nodes),
+                "calls": calls[spec.name],
+                "cached": cached,
+                "why": None if cached else cache.why_missing(identity),
+            }
+        )
+    memory = lowered.memory
+    return {
+        "target": lowered.target.NAME,
+        "parts": parts,
+        "cached": sum(part["cached"] for part in parts),
+        "memory": {
+            "weights": memory.weights,
+            "state": memory.state,
+            "activations": memory.activations,
+            "io": memory.io,
+            "peak": memory.peak,
+            "saved_layers": memory.saved_layers,
+            "layers": lowered.traced.model.config.num_hidden_layers,
+            "arenas": dict(lowered.programs["train"].arena),
+            "budget": budget,
+            "fits": memory.peak <= budget,
+        },
+    }
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """The plan for people."""
+    width = max(len(part["name"]) for part in document["parts"])
+    lines = [f"{'part':<{width}}  nodes  calls  cache"]
+    for part in document["parts"]:
+        state = "hit" if part["cached"] else f"miss: {part['why']}"
+        lines.append(f"{part['name']:<{width}}  {part['nodes']:>5}  {part['calls']:>5}  {state}")
+    memory = document["memory"]
+    lines += [
+        "",
+        f"{len(document['parts'])} parts, {document['cached']} of them cached",
+        f"memory of the training program on {document['target']}: {o.show_size(memory['peak'])}",
+        f"  weights {o.show_size(memory['weights'])}, trained state {o.show_size(memory['state'])}, "
+        f"activations {o.show_size(memory['activations'])}, inputs and outputs {o.show_size(memory['io'])}",
+        f"  {memory['saved_layers']} of {memory['layers']} layers keep their activations, the others compute them again",
+    ]
+    if not memory["fits"]:
+        lines.append(f"  warning: more than the budget of {o.show_size(memory['budget'])}")
+    return "\n".join(lines)

@@ -1,0 +1,23 @@
+"""`--dump DIR`: every stage of a build as files that people and tools can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from npubundle import program_json
+from npucc.build import Lowered
+
+
+def write_dump(folder: Path, lowered: Lowered) -> None:
+    """Write the traced layer, the parts as text, canonical JSON and payload (ONNX opens in Netron), and both programs."""
+    stages = {name: folder / name for name in ("1-traced", "2-parts", "3-programs", "4-lowered")}
+    for stage in stages.values():
+        stage.mkdir(parents=True, exist_ok=True)
+    (stages["1-traced"] / "layer.txt").write_text(lowered.traced.layer.as_text(), encoding="utf-8")
+    for spec in lowered.specs:
+        (stages["2-parts"] / f"{spec.name}.txt").write_text(spec.graph.as_text(), encoding="utf-8")
+        (stages["2-parts"] / f"{spec.name}.json").write_bytes(spec.graph.encode())
+        (stages["4-lowered"] / f"{spec.name}.onnx").write_bytes(lowered.target.compile_part(spec.graph))
+    for role, program in lowered.programs.items():
+        (stages["3-programs"] / f"{role}.txt").write_text(program.listing(), encoding="utf-8")
+        (stages["3-programs"] / f"{role}.json").write_bytes(program_json.encode(program))

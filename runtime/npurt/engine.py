@@ -1,0 +1,69 @@
+"""What the training loop needs of whatever executes a program: the whole interface between the two.
+
+`npurt.session.Session` is the implementation that runs bundles; tests train a small model written in numpy through the
+same interface. The names of buffers and phases are those of `docs/reference/program.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from npubundle.config import BundleConfig
+from npubundle.program import Program
+
+Array: TypeAlias = NDArray[Any]
+Float32: TypeAlias = NDArray[np.float32]
+
+
+class Engine(Protocol):
+    """A program with memory for its buffers and a device that runs its phases."""
+
+    @property
+    def program(self) -> Program:
+        """The training program."""
+
+    @property
+    def config(self) -> BundleConfig:
+        """`bundle.json` of the bundle that the program comes from."""
+
+    @property
+    def manifest_digest(self) -> str:
+        """Digest of the bundle's manifest: equal digest, equal program and parts."""
+
+    def write(self, name: str, value: Array) -> None:
+        """Fill a buffer, or a view of one; shape and dtype are the buffer's own."""
+
+    def read(self, name: str) -> Array:
+        """A copy of a buffer's or view's content."""
+
+    def view(self, name: str) -> Array:
+        """The content to look at before the next call; without a copy where the device's memory is the host's."""
+
+    def run(self, phase: str) -> None:
+        """Execute a phase to its end."""
+
+    def init_parameters(self, seed: int) -> None:
+        """Fill the trained parameters with their initial values, a function of the seed, and the moments with zeros."""
+
+    def close(self) -> None:
+        """Release memory and device. Nothing else may be called afterwards."""
+
+
+def parameter_views(program: Program) -> dict[str, str]:
+    """For each trained tensor, in the order of exported names: the name under which it is exported, and its buffer."""
+    named = {
+        buffer.tensor: name for name, buffer in program.buffers.items() if buffer.role == "param" and buffer.tensor
+    }
+    return dict(sorted(named.items()))
+
+
+def state_buffers(program: Program) -> tuple[str, ...]:
+    """The buffers that make up the state of a run: trained parameters and moments, without views into them."""
+    return tuple(
+        name
+        for name, buffer in program.buffers.items()
+        if buffer.role in {"param", "moment"} and buffer.view_of is None
+    )

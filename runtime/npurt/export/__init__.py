@@ -1,0 +1,1 @@
+"""Writing and reading what other tools load: PEFT adapters."""

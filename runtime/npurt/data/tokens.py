@@ -66,7 +66,7 @@ class Tokenizer:
             )
         try:
             backend = Backend.from_file(str(path))
-        except Exception as error:
+        except Exception as error:  # the library raises nothing more precise
             raise DataError(
                 f"the tokenizer cannot be read: {error}",
                 where=str(path),

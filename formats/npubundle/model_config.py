@@ -130,7 +130,7 @@ def _model_config(fields: Fields) -> ModelConfig:
         fields.wrong("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}, and head_dim is not given")
     if heads % kv_heads:
         fields.wrong("num_key_value_heads", f"must divide num_attention_heads {heads}, is {kv_heads}")
-    if head_dim % 2:
+    if head_dim % 2 and ("head_dim" in fields or "hidden_size" in fields):
         fields.wrong("head_dim", f"must be even for rotary embeddings, is {head_dim}")
     window = fields.take("sliding_window", nullable(integer(1)), family.get("sliding_window"))
     return ModelConfig(

@@ -10,8 +10,8 @@ import sys
 import traceback
 from types import FrameType
 
-import click
 import typer
+import typer.exceptions
 
 from npubundle.errors import Error, ExitCode
 from npucc.cli import build, inspect, keygen, plan, verify
@@ -43,12 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = app(args=words, standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Exit as request:
+    except typer.Exit as request:
         return int(request.exit_code)
-    except click.ClickException as failure:
+    except typer.exceptions.TyperException as failure:
         failure.show()
         return int(ExitCode.USAGE)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
     except Error as failure:

@@ -145,11 +145,18 @@ def _remember(cache: Cache, identity: Identity, entry: Entry, progress: Progress
 
 
 def assemble(
-    lowered: Lowered, entries: Mapping[str, Entry], compiled: int, *, name: str | None = None, signer: Signer | None = None
+    lowered: Lowered,
+    entries: Mapping[str, Entry],
+    compiled: int,
+    *,
+    name: str | None = None,
+    signer: Signer | None = None,
 ) -> Compiled:
     """The bundle's content, signed if there is a signer; without one there is no numerics statement either."""
     programs = {role: program_json.encode(program) for role, program in lowered.programs.items()}
-    config = _config(lowered, entries, {role: sha256_of(raw) for role, raw in programs.items()}, name or bundle_name(lowered))
+    config = _config(
+        lowered, entries, {role: sha256_of(raw) for role, raw in programs.items()}, name or bundle_name(lowered)
+    )
     for program in lowered.programs.values():
         check(program, {part.name: part for part in config.parts})
     measured = {part: entry.measured for part, entry in entries.items()}
@@ -167,7 +174,11 @@ def assemble(
 def _config(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[str, str], name: str) -> BundleConfig:
     import torch
 
-    toolchain = {"torch": torch.__version__.split("+")[0], "passes": str(PIPELINE_VERSION), **lowered.target.toolchain()}
+    toolchain = {
+        "torch": torch.__version__.split("+")[0],
+        "passes": str(PIPELINE_VERSION),
+        **lowered.target.toolchain(),
+    }
     return BundleConfig(
         name=name,
         model=lowered.traced.model.config,
@@ -218,7 +229,7 @@ def _numerics_predicate(lowered: Lowered, measured: Mapping[str, Sequence[Measur
     }
 
 
-def build(  # noqa: PLR0913 -- one argument per input of a build
+def build(
     model: Model,
     recipe: Recipe,
     target: Target,
@@ -234,5 +245,7 @@ def build(  # noqa: PLR0913 -- one argument per input of a build
     try:
         entries, compiled = compile_all(lowered, cache, progress)
     except MemoryError:
-        raise ResourceError("the host has not enough memory to check a part", remedy="use a host with more memory") from None
+        raise ResourceError(
+            "the host has not enough memory to check a part", remedy="use a host with more memory"
+        ) from None
     return assemble(lowered, entries, compiled, name=name, signer=signer)

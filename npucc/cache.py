@@ -35,7 +35,9 @@ class Identity:
     toolchain: Mapping[str, str]
 
     @classmethod
-    def of(cls, part: str, graph: Graph, target: str, options: Mapping[str, str], toolchain: Mapping[str, str]) -> Identity:
+    def of(
+        cls, part: str, graph: Graph, target: str, options: Mapping[str, str], toolchain: Mapping[str, str]
+    ) -> Identity:
         """The identity of a part; of the graph only its digest is kept."""
         return cls(part, sha256_of(graph.encode()), target, options, toolchain)
 
@@ -143,7 +145,9 @@ class Cache:
 def _header(raw: bytes) -> dict[str, Any] | None:
     try:
         header = json.loads(raw)
-        well_formed = isinstance(header["identity"], dict) and all(len(row) == len(("o", "r", "a")) for row in header["measured"])
+        well_formed = isinstance(header["identity"], dict) and all(
+            len(row) == len(("o", "r", "a")) for row in header["measured"]
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return header if well_formed else None

@@ -32,7 +32,9 @@ def _fetch(repository: str, revision: str) -> Path:
         ) from None
     remedy = "give a path to a downloaded config.json; only that file is needed"
     unreachable = ResourceError(
-        f"there is no file or folder {repository}, and the hub cannot be reached", where=constants.ENDPOINT, remedy=remedy
+        f"there is no file or folder {repository}, and the hub cannot be reached",
+        where=constants.ENDPOINT,
+        remedy=remedy,
     )
     if not constants.HF_HUB_OFFLINE and not _reachable(constants.ENDPOINT):
         raise unreachable
@@ -40,7 +42,9 @@ def _fetch(repository: str, revision: str) -> Path:
         return Path(hf_hub_download(repository, "config.json", revision=revision or None, etag_timeout=5))
     except HfHubHTTPError as failure:
         status = failure.response.status_code if failure.response is not None else "no"
-        raise ResourceError(f"the hub answered {status} for {repository}", where="config.json", remedy=remedy) from failure
+        raise ResourceError(
+            f"the hub answered {status} for {repository}", where="config.json", remedy=remedy
+        ) from failure
     except OSError as failure:  # offline, or the connection broke, and the file is not in the hub's own cache
         raise unreachable from failure
 

@@ -57,7 +57,9 @@ def uniform(low: float, high: float) -> Sampler:
 
     def sample(kind: TensorType, random: np.random.Generator) -> Array:
         if kind.dtype in {"i32", "i64"}:
-            return random.integers(int(low), int(high), kind.shape).astype(np.int32 if kind.dtype == "i32" else np.int64)
+            return random.integers(int(low), int(high), kind.shape).astype(
+                np.int32 if kind.dtype == "i32" else np.int64
+            )
         return random.uniform(low, high, kind.shape).astype(np.float32)
 
     return sample

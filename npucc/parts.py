@@ -112,7 +112,16 @@ def samplers(traced: Traced) -> dict[str, Sampler]:
     far positions differ from float64 whatever the target does.
     """
     config = traced.model.config
-    fractions = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "correction1", "correction2", "accumulate")
+    fractions = (
+        "learning_rate",
+        "beta1",
+        "beta2",
+        "epsilon",
+        "weight_decay",
+        "correction1",
+        "correction2",
+        "accumulate",
+    )
     weights = [t.name for t in traced.model.architecture.layer_tensors(config) if len(t.shape) > 1]
     lora = [name for a in layer.adapters(traced.model, traced.recipe) for name, _, _ in a.matrices]
     return {

@@ -79,9 +79,7 @@ class _Builder:
                     starts_random = name.endswith("lora_A")
                     init = Init("kaiming_uniform", kind.shape[-1]) if starts_random else Init("zeros")
                     view = f"{index}.{name}"
-                    self._add(
-                        Buffer(f"lora.{view}", kind, "param", "lora", offset, tensor=prefix + tensor, init=init)
-                    )
+                    self._add(Buffer(f"lora.{view}", kind, "param", "lora", offset, tensor=prefix + tensor, init=init))
                     self._add(Buffer(f"grad_step.{view}", kind, "grad", "grad_step", offset, tensor=prefix + tensor))
                     offset += kind.elements
 
@@ -102,7 +100,13 @@ class _Builder:
     # -- instructions --------------------------------------------------------------------------------------------
 
     def call(
-        self, part: str, args: Sequence[str], results: Sequence[str], *, layer: int | None = None, blocks: int | None = None
+        self,
+        part: str,
+        args: Sequence[str],
+        results: Sequence[str],
+        *,
+        layer: int | None = None,
+        blocks: int | None = None,
     ) -> Call:
         """A call; results that do not exist yet become activations. Inside a repeat, `x[]` results have an axis of blocks."""
         for text, kind in zip(results, self.traced.parts[part].graph.output_types, strict=True):
@@ -171,7 +175,9 @@ class _Builder:
             body.append(self.call(f"head.slice.{stop - start}", args, [f"{n}.{number + 1}" for n in names]))
         sums = [f"{n}.{len(self.traced.head.slices)}" for n in names]
         body.append(
-            self.call("head.finish", [last, "rows[]", "norm", "weights[]", *sums], ["losses[]", "d_rows[]"], blocks=blocks)
+            self.call(
+                "head.finish", [last, "rows[]", "norm", "weights[]", *sums], ["losses[]", "d_rows[]"], blocks=blocks
+            )
         )
         return [self._repeat(body), self._loss_end()]
 
@@ -241,7 +247,9 @@ class _Builder:
         for index in reversed(range(self.layers)):
             part = "reference.layer.backward"
             values = {"x": f"h.{index}", "dy": f"dh.{index + 1}"} | self._tables("")
-            instructions.append(self.call(part, self._layer_args(part, index, values), self._gradients(part, index), layer=index))
+            instructions.append(
+                self.call(part, self._layer_args(part, index, values), self._gradients(part, index), layer=index)
+            )
         instructions.append(self._accumulate())
         return self._program({"micro_step": tuple(instructions)}, [""])
 
@@ -249,11 +257,15 @@ class _Builder:
         slices = self.traced.head.slices
         start = ["hx", "lse.0", "label_logit.0", "dx.0"]
         # `head.begin` also makes the zeros and the lowest number that the two passes start from.
-        begin = self.call("head.begin", [last, "rows[]", "norm"], [start[0], start[1], start[2], start[3], "unused.0", "unused.1"])
+        begin = self.call(
+            "head.begin", [last, "rows[]", "norm"], [start[0], start[1], start[2], start[3], "unused.0", "unused.1"]
+        )
         body = [begin]
         for number, (low, high) in enumerate(slices):
             body.append(
-                self.call(f"reference.lse.{high - low}", ["hx", f"head.{number}", f"lse.{number}"], [f"lse.{number + 1}"])
+                self.call(
+                    f"reference.lse.{high - low}", ["hx", f"head.{number}", f"lse.{number}"], [f"lse.{number + 1}"]
+                )
             )
         lse = f"lse.{len(slices)}"
         for number, (low, high) in enumerate(slices):

@@ -77,7 +77,9 @@ def _report(failure: Error, words: list[str]) -> int:
 def _from_system(failure: OSError) -> Error:
     where = str(failure.filename) if failure.filename else None
     if failure.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return ResourceError("the disk is full; nothing was changed", where=where, remedy="free some space and run it again")
+        return ResourceError(
+            "the disk is full; nothing was changed", where=where, remedy="free some space and run it again"
+        )
     return ResourceError(failure.strerror or str(failure), where=where)
 
 

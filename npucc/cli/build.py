@@ -27,13 +27,19 @@ def build(  # noqa: PLR0913 -- one parameter per flag
     memory_budget: o.BudgetOption = None,
     logits: o.LogitsOption = False,  # noqa: FBT002 -- a flag
     ignore_config_key: o.IgnoreOption = None,
-    name: Annotated[str | None, typer.Option("--name", help="The bundle's name.  [default: made from the recipe]")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The bundle's name.  [default: made from the recipe]")
+    ] = None,
     key: Annotated[Path | None, typer.Option("--key", metavar="KEY", help="Private key to sign with.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="OUT", help="An .npub file, or an OCI layout folder.  [default: NAME.npub]"),
+        typer.Option(
+            "--output", "-o", metavar="OUT", help="An .npub file, or an OCI layout folder.  [default: NAME.npub]"
+        ),
     ] = None,
-    dump: Annotated[Path | None, typer.Option("--dump", metavar="DIR", help="Write every stage as text and ONNX.")] = None,
+    dump: Annotated[
+        Path | None, typer.Option("--dump", metavar="DIR", help="Write every stage as text and ONNX.")
+    ] = None,
     cache_dir: o.CacheOption = None,
     progress: o.ProgressOption = o.Style.AUTO,
     as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
@@ -58,7 +64,9 @@ def build(  # noqa: PLR0913 -- one parameter per flag
     if key and (warning := exposure(key)):
         show.note(f"warning: {warning}")
     if signer is None:
-        show.note("warning: without --key the bundle is unsigned, and a device host refuses it under the default policy")
+        show.note(
+            "warning: without --key the bundle is unsigned, and a device host refuses it under the default policy"
+        )
     chosen = find(wanted.target)
     compilable = read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys)
     with show.step("trace", f"{compilable.config.num_hidden_layers} layers, {wanted.recipe.seq_len} tokens"):

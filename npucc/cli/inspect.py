@@ -18,7 +18,9 @@ from npucc.cli import options as o
 def inspect(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="An .npub file or an OCI layout folder.")],
     trust: o.TrustOption = None,
-    unverified: Annotated[bool, typer.Option("--unverified", help="Show a bundle whoever signed it; digests are still checked.")] = False,  # noqa: FBT002
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Show a bundle whoever signed it; digests are still checked.")
+    ] = False,  # noqa: FBT002
     as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
 ) -> None:
     """Show what is in a bundle: model, recipe, toolchain, parts with their keys, memory, numerics, signers."""

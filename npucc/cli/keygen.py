@@ -20,11 +20,13 @@ class Kind(Enum):
 
 
 def keygen(
-    out: Annotated[Path, typer.Option("--out", metavar="KEY", help="Private key to write; the public one goes to KEY.pub.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="KEY", help="Private key to write; the public one goes to KEY.pub.")
+    ],
     kind: Annotated[Kind, typer.Option("--kind", help="Ed25519 signs equal bundles to equal files.")] = Kind.ED25519,
     encrypt: Annotated[
         bool, typer.Option("--encrypt", help="Encrypt the private key with the passphrase in NPUCC_KEY_PASSPHRASE.")
-    ] = False,  # noqa: FBT002 -- a flag
+    ] = False,
 ) -> None:
     """Make a key pair. Existing files are never overwritten."""
     passphrase = keys.passphrase_from_environment() if encrypt else None

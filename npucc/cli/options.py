@@ -23,12 +23,15 @@ ModelOption = Annotated[
     typer.Option("--model", metavar="PATH|ID", help="Model folder, config.json, or hub id. Only config.json is read."),
 ]
 RecipeOption = Annotated[
-    Path | None, typer.Option("--recipe", metavar="FILE", help="TOML file with the options of a build; flags win over it.")
+    Path | None,
+    typer.Option("--recipe", metavar="FILE", help="TOML file with the options of a build; flags win over it."),
 ]
 TargetOption = Annotated[str | None, typer.Option("--target", help="What to compile for.  [default: cpu]")]
 ModeOption = Annotated[Mode | None, typer.Option("--mode", help="What is trained.  [default: lora]")]
 RankOption = Annotated[int | None, typer.Option("--rank", min=1, help="LoRA rank.  [default: 16]")]
-AlphaOption = Annotated[float | None, typer.Option("--alpha", help="LoRA alpha; the branch is scaled by alpha / rank.  [default: 32]")]
+AlphaOption = Annotated[
+    float | None, typer.Option("--alpha", help="LoRA alpha; the branch is scaled by alpha / rank.  [default: 32]")
+]
 TargetsOption = Annotated[
     str | None,
     typer.Option(
@@ -38,7 +41,9 @@ TargetsOption = Annotated[
         help="Layers with a LoRA branch, from q,k,v,o,gate,up,down.  [default: q,v]",
     ),
 ]
-SeqLenOption = Annotated[int | None, typer.Option("--seq-len", min=2, help="Tokens per sequence, fixed here.  [default: 512]")]
+SeqLenOption = Annotated[
+    int | None, typer.Option("--seq-len", min=2, help="Tokens per sequence, fixed here.  [default: 512]")
+]
 ActivationsOption = Annotated[
     Activations | None,
     typer.Option(
@@ -47,21 +52,34 @@ ActivationsOption = Annotated[
     ),
 ]
 BudgetOption = Annotated[
-    str | None, typer.Option("--memory-budget", metavar="SIZE", help="Memory that 'auto' may plan with, such as 6GiB.  [default: the target's]")
+    str | None,
+    typer.Option(
+        "--memory-budget",
+        metavar="SIZE",
+        help="Memory that 'auto' may plan with, such as 6GiB.  [default: the target's]",
+    ),
 ]
 LogitsOption = Annotated[bool, typer.Option("--logits", help="Add a phase that returns logits.")]
 IgnoreOption = Annotated[
     list[str] | None,
-    typer.Option("--ignore-config-key", metavar="KEY", help="Key of config.json known to change nothing; may be given again."),
+    typer.Option(
+        "--ignore-config-key", metavar="KEY", help="Key of config.json known to change nothing; may be given again."
+    ),
 ]
 CacheOption = Annotated[
     Path | None,
-    typer.Option("--cache-dir", envvar=ENVIRONMENT_VARIABLE, metavar="DIR", help="Compiled parts.  [default: ~/.cache/npucc]"),
+    typer.Option(
+        "--cache-dir", envvar=ENVIRONMENT_VARIABLE, metavar="DIR", help="Compiled parts.  [default: ~/.cache/npucc]"
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 TrustOption = Annotated[
     list[Path] | None,
-    typer.Option("--trust", metavar="FILE", help="Public key (may be given again) or trust policy.  [default: the default policy]"),
+    typer.Option(
+        "--trust",
+        metavar="FILE",
+        help="Public key (may be given again) or trust policy.  [default: the default policy]",
+    ),
 ]
 
 
@@ -127,7 +145,9 @@ def build_options(file: Path | None, flags: dict[str, Any], ignore_keys: list[st
     recipe = read(table, RECIPE, what="the recipe", error=UsageError, where=str(file) if file else None)
     model = flags["model"] or given.model
     if model is None:
-        raise UsageError("no model is given", remedy="add --model DIR, --model config.json, or `model` to the recipe file")
+        raise UsageError(
+            "no model is given", remedy="add --model DIR, --model config.json, or `model` to the recipe file"
+        )
     name = flags.get("name") or given.name
     return BuildOptions(model, recipe, flags["target"] or given.target or "cpu", name, tuple(ignore_keys or ()))
 
@@ -154,14 +174,27 @@ def _read_file(path: Path) -> _File:
     return given
 
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "t": 10**12}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+    "t": 10**12,
+}
 
 
 def parse_size(size: str) -> int:
     """Bytes of a size such as `6GiB`, `500MB` or `1073741824`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
     if match is None or match[2] not in _UNITS:
-        raise UsageError(f"{size!r} is not a size", remedy="write a number of bytes, or one with a unit, such as 6GiB or 500MB")
+        raise UsageError(
+            f"{size!r} is not a size", remedy="write a number of bytes, or one with a unit, such as 6GiB or 500MB"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -172,7 +205,12 @@ def show_size(size: int) -> str:
 
 def show_verdict(verdict: Verdict) -> dict[str, Any]:
     """What the trust policy said of a bundle, as plain values."""
-    return {"trusted": verdict.trusted, "mode": verdict.mode.value, "signers": list(verdict.signers), "warnings": list(verdict.warnings)}
+    return {
+        "trusted": verdict.trusted,
+        "mode": verdict.mode.value,
+        "signers": list(verdict.signers),
+        "warnings": list(verdict.warnings),
+    }
 
 
 def cache(folder: Path | None) -> Cache:

@@ -39,14 +39,16 @@ def plan(  # noqa: PLR0913 -- one parameter per flag
     from npucc.targets import find
 
     chosen = find(wanted.target)
-    lowered = builder.lower(read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys), wanted.recipe, chosen)
+    lowered = builder.lower(
+        read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys), wanted.recipe, chosen
+    )
     document = describe(lowered, o.cache(cache_dir), wanted.recipe.memory_budget or chosen.MEMORY)
     typer.echo(json.dumps(document, indent=2) if as_json else as_text(document))
 
 
 def describe(lowered: Any, cache: Any, budget: int) -> dict[str, Any]:
     """The plan as plain values."""
-    calls = {name: 0 for name in lowered.identities}
+    calls = dict.fromkeys(lowered.identities, 0)
     for program in lowered.programs.values():
         for phase in program.phases:
             for call in program.calls(phase):

@@ -23,5 +23,9 @@ def verify(
         config = BundleConfig.decode(opened.config_bytes)
         document = {"name": config.name, "digest": opened.manifest_digest, "verified": o.show_verdict(opened.verdict)}
         verdict, blobs = opened.verdict, len(opened.blobs)
-    signers = f"signed by {', '.join(verdict.signers)}" if verdict.trusted else "not trusted: " + "; ".join(f.what for f in verdict.findings)
+    signers = (
+        f"signed by {', '.join(verdict.signers)}"
+        if verdict.trusted
+        else "not trusted: " + "; ".join(f.what for f in verdict.findings)
+    )
     typer.echo(json.dumps(document) if as_json else f"{document['digest']}  {signers}; {blobs} blobs intact")

@@ -122,7 +122,13 @@ class Graph:
             name,
             tuple(Value(n, TensorType.from_str(t)) for n, t in document["inputs"]),
             tuple(
-                Node(n, op, tuple(map(_arg, args)), tuple((k, _arg(a)) for k, a in kwargs.items()), TensorType.from_str(t))
+                Node(
+                    n,
+                    op,
+                    tuple(map(_arg, args)),
+                    tuple((k, _arg(a)) for k, a in kwargs.items()),
+                    TensorType.from_str(t),
+                )
                 for n, op, args, kwargs, t in document["nodes"]
             ),
             tuple((out, value) for out, value in document["outputs"]),
@@ -177,6 +183,6 @@ def _text(arg: Arg) -> str:
     if isinstance(arg, Ref):
         return arg.name
     if isinstance(arg, tuple):
-        shown = [_text(item) for item in arg[:8]] + (["…"] if len(arg) > 8 else [])  # noqa: PLR2004 -- for people
+        shown = [_text(item) for item in arg[:8]] + (["…"] if len(arg) > 8 else [])
         return f"[{', '.join(shown)}]"
     return repr(arg)

@@ -22,8 +22,12 @@ def interpret(graph: Graph, inputs: Sequence[torch.Tensor], *, widen: bool = Tru
     values: dict[str, torch.Tensor] = {}
     for declared, tensor in zip(graph.inputs, inputs, strict=True):
         if tuple(tensor.shape) != declared.type.shape:
-            raise ValueError(f"input {declared.name} of {graph.name} is {declared.type}, got shape {tuple(tensor.shape)}")
-        values[declared.name] = tensor if _only_indexed(graph, declared.name) else tensor.to(_dtype(declared.type.dtype, widen))
+            raise ValueError(
+                f"input {declared.name} of {graph.name} is {declared.type}, got shape {tuple(tensor.shape)}"
+            )
+        values[declared.name] = (
+            tensor if _only_indexed(graph, declared.name) else tensor.to(_dtype(declared.type.dtype, widen))
+        )
     last_use = {name: node.name for node in graph.nodes for name in node.refs()}
     kept = {value for _, value in graph.outputs}
     for node in graph.nodes:
@@ -69,5 +73,3 @@ class _Ops:
     """So that `aten.mm.default` is found by its dotted name."""
 
     aten = torch.ops.aten
-
-

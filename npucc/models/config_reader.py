@@ -90,13 +90,17 @@ def parse_model(document: Mapping[str, Any], *, where: str | None = None, ignore
     architecture = ARCHITECTURES.get(str(document.get("model_type")))
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
-        problems.add("model_type", f"{document.get('model_type')!r} is not a supported architecture; supported are {known}")
+        problems.add(
+            "model_type", f"{document.get('model_type')!r} is not a supported architecture; supported are {known}"
+        )
     else:
         _check_heads(document, architecture, problems)
     neutral = _NEUTRAL | dict(architecture.neutral if architecture else {})
     for key, value in document.items():
         if key in neutral:
-            if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral[key]):
+            if not any(
+                value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral[key]
+            ):
                 allowed_text = " or ".join(repr(a) for a in neutral[key])
                 problems.add(key, f"changes the mathematics: {_short(value)} is not supported, only {allowed_text}")
         elif key not in _UNDERSTOOD and key not in _INERT:
@@ -135,4 +139,4 @@ def _raised(problems: Problems) -> tuple[Problem, ...]:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"  # noqa: PLR2004
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -47,7 +47,6 @@ _FILLS: dict[str, Callable[[Node], object]] = {
 
 def canonicalize(graph: Graph) -> Graph:
     """Reshapes are `view`, axis swaps `permute`, fills `full`, and scalar overloads their tensor overloads."""
-
     types = graph.types
 
     def rule(node: Node) -> Replacement:  # noqa: PLR0911 -- one return per family of operators
@@ -104,11 +103,13 @@ def _swapped(rank: int, node: Node) -> tuple[int, ...]:
 
 def _without_alpha(node: Node) -> Replacement:
     """`add(a, b, alpha=c)` as `add(a, mul(b, c))`."""
-    alpha = dict(node.kwargs).get("alpha", node.args[2] if len(node.args) > 2 else 1)  # noqa: PLR2004
+    alpha = dict(node.kwargs).get("alpha", node.args[2] if len(node.args) > 2 else 1)
     plain = dataclasses.replace(node, args=node.args[:2], kwargs=())
     if alpha == 1:
         return [plain]
-    scaled = dataclasses.replace(node, name=f"{node.name}_scaled", op="aten.mul.Tensor", args=(node.args[1], alpha), kwargs=())
+    scaled = dataclasses.replace(
+        node, name=f"{node.name}_scaled", op="aten.mul.Tensor", args=(node.args[1], alpha), kwargs=()
+    )
     return [scaled, dataclasses.replace(plain, args=(node.args[0], Ref(scaled.name)))]
 
 
@@ -120,6 +121,6 @@ def _power(node: Node) -> Replacement:
     if exponent not in {2, 3}:
         return [node]
     square = dataclasses.replace(node, name=f"{node.name}_square", op="aten.mul.Tensor", args=(base, base))
-    if exponent == 2:  # noqa: PLR2004
+    if exponent == 2:
         return [square]
     return [square, dataclasses.replace(square, args=(Ref(square.name), base))]

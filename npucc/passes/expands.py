@@ -7,7 +7,14 @@ from npucc.graph import Graph, Node, Ref
 from npucc.passes.rewriting import Replacement, rewrite
 
 #: Elementwise operators with broadcasting.
-BROADCASTING = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor", "aten.where.self", "aten.maximum.default"}
+BROADCASTING = {
+    "aten.mul.Tensor",
+    "aten.add.Tensor",
+    "aten.sub.Tensor",
+    "aten.div.Tensor",
+    "aten.where.self",
+    "aten.maximum.default",
+}
 
 
 def drop_expands(graph: Graph) -> Graph:

@@ -24,7 +24,9 @@ def inplace_pairs(graph: Graph, wanted: dict[str, str]) -> tuple[tuple[int, int]
         ancestors = _ancestors(graph, writer)
         late = [user.name for user in graph.users[source] if user.name not in ancestors and user is not writer]
         if writer.op not in _ALIGNED or late or graph.types[source] != writer.type:
-            raise InternalError(f"{graph.name}: {output} cannot be written over {source} ({writer.op}, read later by {late})")
+            raise InternalError(
+                f"{graph.name}: {output} cannot be written over {source} ({writer.op}, read later by {late})"
+            )
     return tuple((names.index(output), inputs.index(source)) for output, source in wanted.items())
 
 

@@ -71,9 +71,7 @@ def _minimum_cut(joint: Graph, backward: set[str]) -> list[str]:
             network.add_edge((node.name, "out"), end, capacity=math.inf)
     _, (near_source, _) = networkx.minimum_cut(network, "source", "sink")
     return [
-        node.name
-        for node in joint.nodes
-        if (node.name, "in") in near_source and (node.name, "out") not in near_source
+        node.name for node in joint.nodes if (node.name, "in") in near_source and (node.name, "out") not in near_source
     ]
 
 
@@ -82,4 +80,6 @@ def _starting_from(joint: Graph, names: dict[str, str], forward_outputs: set[str
     inputs = tuple(Value(new, joint.types[old]) for old, new in names.items())
     nodes = tuple(node.mapped(lambda n: names.get(n, n)) for node in joint.nodes if node.name not in names)
     outputs = tuple((out, names.get(v, v)) for out, v in joint.outputs if out not in forward_outputs)
-    return dataclasses.replace(joint, name=f"{joint.name}.backward", inputs=(*joint.inputs, *inputs), nodes=nodes, outputs=outputs)
+    return dataclasses.replace(
+        joint, name=f"{joint.name}.backward", inputs=(*joint.inputs, *inputs), nodes=nodes, outputs=outputs
+    )

@@ -92,6 +92,7 @@ class _Writer:
         self.nodes: list[onnx.NodeProto] = []
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
         self._initializers: list[TensorProto] = []
+        self._published: dict[str, str] = {}
 
     def emit(self, op: str, inputs: Sequence[str], output: str, **attributes: object) -> str:
         """Append one ONNX node."""
@@ -134,31 +135,32 @@ class _Writer:
 
     def finish(self) -> bytes:
         """The model as deterministic bytes."""
-        # An output may be an input, a constant or another output: ONNX wants a value of its own for each.
         values = []
         for name, value in self.graph.outputs:
-            self.emit("Identity", [value], f"out.{name}")
+            self._publish(value, f"out.{name}")
             values.append(_info(f"out.{name}", self.graph.types[value]))
-        self._skip_identities()
         inputs = [_info(value.name, value.type) for value in self.graph.inputs]
         proto = helper.make_graph(self.nodes, "part", inputs, values, initializer=self._initializers)
-        model = helper.make_model(proto, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="")
+        model = helper.make_model(
+            proto, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name=""
+        )
         return model.SerializeToString(deterministic=True)
 
-    def _skip_identities(self) -> None:
-        """Let the producer of a value write the output directly where that value is one output and nothing else."""
-        produced = {node.output[0]: node for node in self.nodes if node.op_type != "Identity"}
-        reads: dict[str, int] = {}
+    def _publish(self, value: str, output: str) -> None:
+        """Make a value an output: under the output's name everywhere, so that nothing is copied.
+
+        An input or a constant, or a value that is an output already, needs a copy of its own.
+        """
+        producers = [node for node in self.nodes if value in node.output]
+        if not producers or value in self._published or producers[0].op_type == "Identity":
+            self.emit("Identity", [self._published.get(value, value)], output)
+            return
+        self._published[value] = output
         for node in self.nodes:
-            for name in node.input:
-                reads[name] = reads.get(name, 0) + 1
-        kept = []
-        for node in self.nodes:
-            if node.op_type == "Identity" and node.input[0] in produced and reads[node.input[0]] == 1:
-                produced[node.input[0]].output[0] = node.output[0]
-            else:
-                kept.append(node)
-        self.nodes = kept
+            for names in (node.input, node.output):
+                for index, name in enumerate(names):
+                    if name == value:
+                        names[index] = output
 
 
 def _info(name: str, kind: TensorType) -> onnx.ValueInfoProto:
@@ -169,7 +171,13 @@ Handler = Callable[[_Writer, Node], object]
 
 
 def _ints(arg: object) -> list[int]:
-    return [item for item in arg if isinstance(item, int)] if isinstance(arg, tuple) else [arg] if isinstance(arg, int) else []
+    return (
+        [item for item in arg if isinstance(item, int)]
+        if isinstance(arg, tuple)
+        else [arg]
+        if isinstance(arg, int)
+        else []
+    )
 
 
 def _name(arg: object) -> str:
@@ -212,7 +220,7 @@ def _bmm(w: _Writer, node: Node) -> None:
 
 def _permute(w: _Writer, node: Node) -> None:
     users = w.graph.users[node.name]
-    matrix = len(node.type.shape) == 2 and all(user.op == "aten.mm.default" for user in users)  # noqa: PLR2004
+    matrix = len(node.type.shape) == 2 and all(user.op == "aten.mm.default" for user in users)
     if matrix and users and node.name not in {value for _, value in w.graph.outputs}:
         return  # every reader is a product that transposes by itself
     w.emit("Transpose", [_name(node.args[0])], node.name, perm=_ints(node.args[1]))
@@ -230,7 +238,7 @@ def _reduction(w: _Writer, node: Node) -> None:
     source = _name(node.args[0])
     rank = len(w.types[source].shape)
     axes = [axis % rank for axis in _ints(node.args[1])] or list(range(rank))
-    keep = int(bool(node.args[2])) if len(node.args) > 2 else 0  # noqa: PLR2004 -- (self, dim, keepdim)
+    keep = int(bool(node.args[2])) if len(node.args) > 2 else 0
     w.emit(_REDUCTIONS[node.op], [source, w.integers(axes)], node.name, keepdims=keep)
 
 

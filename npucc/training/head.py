@@ -182,7 +182,7 @@ def score_begin(config: ModelConfig, shape: HeadShape) -> Graph:
 def score_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
     """Forward half of `slice_step`, which also remembers the most likely token."""
 
-    def function(  # noqa: PLR0913 -- the signature of the part
+    def function(
         x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, start: torch.Tensor,
         top: torch.Tensor, total: torch.Tensor, label_logit: torch.Tensor, best: torch.Tensor,
     ) -> Sequence[torch.Tensor]:  # fmt: skip
@@ -208,13 +208,17 @@ def score_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
         "label_logit": _row(shape),
         "best": _row(shape, "i32"),
     }
-    return simplify(capture(f"score.slice.{width}", function, inputs, ["new_top", "new_total", "new_label_logit", "new_best"]))
+    return simplify(
+        capture(f"score.slice.{width}", function, inputs, ["new_top", "new_total", "new_label_logit", "new_best"])
+    )
 
 
 def score_finish(shape: HeadShape) -> Graph:
     """Log-probability of each label."""
 
-    def function(top: torch.Tensor, total: torch.Tensor, label_logit: torch.Tensor, best: torch.Tensor) -> Sequence[torch.Tensor]:
+    def function(
+        top: torch.Tensor, total: torch.Tensor, label_logit: torch.Tensor, best: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
         return label_logit - top - torch.log(total), best + 0
 
     inputs = {"top": _row(shape), "total": _row(shape), "label_logit": _row(shape), "best": _row(shape, "i32")}
@@ -243,7 +247,7 @@ def reference_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
     With the log-sum-exp L known, Σ exp(z − L) has the gradient of L itself, since L's own dependence on z is what is summed.
     """
 
-    def function(  # noqa: PLR0913 -- the signature of the part
+    def function(
         x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, start: torch.Tensor, lse: torch.Tensor,
         label_logit: torch.Tensor, dx: torch.Tensor,
     ) -> Sequence[torch.Tensor]:  # fmt: skip
@@ -274,7 +278,7 @@ def reference_finish(config: ModelConfig, shape: HeadShape) -> Graph:
     """Weighted losses of a block, and the gradient of its rows before the norm, in the reference."""
     H = config.hidden_size
 
-    def function(  # noqa: PLR0913 -- the signature of the part
+    def function(
         h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor, weights: torch.Tensor,
         lse: torch.Tensor, label_logit: torch.Tensor, dx: torch.Tensor,
     ) -> Sequence[torch.Tensor]:  # fmt: skip

@@ -40,7 +40,12 @@ def adapters(model: Model, recipe: Recipe) -> tuple[Adapter, ...]:
     for target in recipe.targets:
         out, width = modules[target].shape
         found.append(
-            Adapter(target, str(modules[target].module), TensorType("f32", (recipe.rank, width)), TensorType("f32", (out, recipe.rank)))
+            Adapter(
+                target,
+                str(modules[target].module),
+                TensorType("f32", (recipe.rank, width)),
+                TensorType("f32", (out, recipe.rank)),
+            )
         )
     return tuple(found)
 
@@ -96,8 +101,9 @@ def run_layer(
         y = x @ values[target].t()
         if f"{target}.lora_A" not in values:
             return y
-        narrow = x @ values[f"{target}.lora_A"].t()  # (S, rank)
-        return y + (narrow @ values[f"{target}.lora_B"].t()) * recipe.scaling
+        # Scaling the narrow product costs S·rank multiplications, scaling the wide one S·out, forward and backward.
+        narrow = (x @ values[f"{target}.lora_A"].t()) * recipe.scaling  # (S, rank)
+        return y + narrow @ values[f"{target}.lora_B"].t()
 
     weights = {t.name: values[t.name] for t in tensors if t.module is None}
     tables = Tables(values["cos"], values["sin"], values["mask"])

@@ -71,7 +71,12 @@ class ModelConfig:
 
     @classmethod
     def from_dict(
-        cls, document: Mapping[str, Any], *, what: str = "config.json", where: str | None = None, error: type[Error] = FormatError
+        cls,
+        document: Mapping[str, Any],
+        *,
+        what: str = "config.json",
+        where: str | None = None,
+        error: type[Error] = FormatError,
     ) -> ModelConfig:
         """Read a parsed `config.json` (any spelling) or the output of `to_dict`. Raises `error` with all problems."""
         return read(dict(document), MODEL_CONFIG, what=what, where=where, error=error)
@@ -127,7 +132,9 @@ def _model_config(fields: Fields) -> ModelConfig:
     kv_heads = fields.take("num_key_value_heads", nullable(size), None) or family.get("num_key_value_heads", heads)
     head_dim = fields.take("head_dim", nullable(size), None) or max(1, hidden // max(1, heads))
     if "head_dim" not in fields and hidden % max(1, heads):
-        fields.wrong("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}, and head_dim is not given")
+        fields.wrong(
+            "hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}, and head_dim is not given"
+        )
     if heads % kv_heads:
         fields.wrong("num_key_value_heads", f"must divide num_attention_heads {heads}, is {kv_heads}")
     if head_dim % 2 and ("head_dim" in fields or "hidden_size" in fields):

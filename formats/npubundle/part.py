@@ -114,7 +114,9 @@ def _part(fields: Fields) -> Part:
         if output >= len(part.outputs) or source >= len(part.inputs):
             fields.wrong("inplace", f"[{output}, {source}] is beyond the part's outputs or inputs")
         elif part.outputs[output].type != part.inputs[source].type:
-            fields.wrong("inplace", f"[{output}, {source}] joins {part.outputs[output].type} and {part.inputs[source].type}")
+            fields.wrong(
+                "inplace", f"[{output}, {source}] joins {part.outputs[output].type} and {part.inputs[source].type}"
+            )
     return part
 
 

@@ -166,7 +166,10 @@ class Program:
 
     def listing(self) -> str:
         """The program as text for people: buffers, then each phase's instructions."""
-        lines = [f"{b.role:<10} {b.name}: {b.type}" + (f" = {b.view_of}+{b.view_offset}" if b.view_of else "") for b in self.buffers.values()]
+        lines = [
+            f"{b.role:<10} {b.name}: {b.type}" + (f" = {b.view_of}+{b.view_offset}" if b.view_of else "")
+            for b in self.buffers.values()
+        ]
         for phase, instructions in self.phases.items():
             lines += ["", f"{phase}: (arena {self.arena.get(phase, 0)} bytes)"]
             for index, instruction in enumerate(instructions):

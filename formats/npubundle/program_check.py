@@ -17,7 +17,8 @@ _WRITABLE = {"param", "grad", "moment", "activation", "output"}
 
 def check(program: Program, parts: Mapping[str, Part], *, where: str | None = None) -> None:
     """Raise FormatError, with every problem, unless all names resolve, types fit, views stay inside, nothing is read
-    before it is written, and arena offsets keep living activations apart."""
+    before it is written, and arena offsets keep living activations apart.
+    """
     problems = Problems()
     for buffer in program.buffers.values():
         _check_buffer(program, buffer, problems)
@@ -82,7 +83,11 @@ def _check_call(
         buffer = program.buffers.get(operand.buffer)
         if buffer is not None and buffer.role == "activation" and buffer.name not in written:
             problems.add(where, f"reads {operand} before anything wrote it")
-    shared = {(call.results[o].buffer, call.args[i].buffer) for o, i in part.inplace if o < len(call.results) and i < len(call.args)}
+    shared = {
+        (call.results[o].buffer, call.args[i].buffer)
+        for o, i in part.inplace
+        if o < len(call.results) and i < len(call.args)
+    }
     read_roots = {program.root(a.buffer).name for a in call.args if a.buffer in program.buffers}
     for operand in call.results:
         buffer = program.buffers.get(operand.buffer)
@@ -112,7 +117,9 @@ def _type(program: Program, operand: Operand, repeat: Repeat | None) -> TensorTy
 def _check_arena(program: Program, phase: str, problems: Problems) -> None:
     alive = lives(program, phase)
     size = program.arena.get(phase, 0)
-    placed = sorted(((life.buffer.arena_offset, life) for life in alive if life.buffer.arena_offset is not None), key=lambda x: x[0])
+    placed = sorted(
+        ((life.buffer.arena_offset, life) for life in alive if life.buffer.arena_offset is not None), key=lambda x: x[0]
+    )
     if len(placed) != len(alive):
         problems.add(phase, "has activations without a place in the arena")
     for number, (offset, life) in enumerate(placed):

@@ -9,7 +9,21 @@ from npubundle import canonical
 from npubundle.errors import FormatError
 from npubundle.fields import Fields, Kind, Place, dict_of, integer, list_of, nullable, read, record, text
 from npubundle.part import tensor_type
-from npubundle.program import INITS, QUEUES, ROLES, Buffer, Call, Init, Instruction, Operand, Program, Queue, Repeat, Role, Source
+from npubundle.program import (
+    INITS,
+    QUEUES,
+    ROLES,
+    Buffer,
+    Call,
+    Init,
+    Instruction,
+    Operand,
+    Program,
+    Queue,
+    Repeat,
+    Role,
+    Source,
+)
 from npubundle.strictjson import parse_canonical
 
 MEDIA_TYPE = "application/vnd.npucc.program.v1+json"

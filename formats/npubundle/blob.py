@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from npubundle.digest import Hasher, sha256_of
-from npubundle.errors import FileError, IntegrityError, os_failure
+from npubundle.errors import Error, FileError, IntegrityError, os_failure
 
 CHUNK = 1 << 20
 # Linux reads at most 2 GiB at a time. A blob that one read returns whole is not copied again.
@@ -93,6 +93,14 @@ def open_file(path: Path) -> Iterator[tuple[int, ReadAt]]:
         yield size, reader(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def read_small(path: Path, max_bytes: int, error: type[Error] = FileError) -> bytes:
+    """Return the bytes of a regular file; raise `error` if it has more than `max_bytes`."""
+    with open_file(path) as (size, read_at):
+        if size > max_bytes:
+            raise error(f"this file has {size} bytes; at most {max_bytes} are allowed", where=str(path))
+        return read_at(0, max_bytes)
 
 
 def reader(descriptor: int, path: Path, start: int = 0) -> ReadAt:

@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
+from npubundle.blob import read_small
 from npubundle.digest import sha256_of
 from npubundle.dsse import Envelope, Signature, pae
 from npubundle.errors import Error, FileError, os_failure
@@ -76,7 +77,7 @@ class PublicKey:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PublicKey:
         """Read a public key file, such as KEY.pub."""
-        return cls.from_pem(_read_key_file(Path(path)), where=str(path))
+        return cls.from_pem(read_small(Path(path), MAX_KEY_FILE, KeyFileError), where=str(path))
 
     def verify(self, sig: bytes, data: bytes) -> bool:
         """Whether `sig` is this key's signature over `data`."""
@@ -118,7 +119,7 @@ class PrivateKey:
     @classmethod
     def load(cls, path: str | os.PathLike[str], passphrase: Callable[[], bytes | None] | None = None) -> PrivateKey:
         """Read a private key file; `passphrase` is asked only if the key is encrypted (default: the environment)."""
-        pem = _read_key_file(Path(path))
+        pem = read_small(Path(path), MAX_KEY_FILE, KeyFileError)
         where = str(path)
         if b"PRIVATE KEY-----" not in pem:
             public = b"PUBLIC KEY-----" in pem
@@ -187,17 +188,6 @@ def exposure(path: str | os.PathLike[str]) -> str | None:
     if mode & 0o077:
         return f"the private key {path} has mode {mode:04o}; others may read it (chmod 600 {path})"
     return None
-
-
-def _read_key_file(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_KEY_FILE + 1)
-    except OSError as error:
-        raise os_failure(error, "read the key") from error
-    if len(data) > MAX_KEY_FILE:
-        raise KeyFileError("this file is too large to be a key", where=str(path))
-    return data
 
 
 def _public_key(key: object, where: str) -> PublicKey:

@@ -17,7 +17,7 @@ from pathlib import Path
 from npubundle import strictjson
 from npubundle.archive import blob_name
 from npubundle.atomic import replacing, sibling, sync_folder, write_synced
-from npubundle.blob import Blob, file_blob, open_file
+from npubundle.blob import Blob, file_blob, read_small
 from npubundle.errors import FileError, FormatError, IntegrityError, os_failure
 from npubundle.fields import literal, read, record
 from npubundle.oci import LAYOUT_FILE, LAYOUT_VERSION, MAX_INDEX, Descriptor, Index
@@ -32,7 +32,7 @@ class Layout:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        raw = _small_file(path / "oci-layout", 4096)
+        raw = read_small(path / "oci-layout", 4096, FormatError)
         document = strictjson.parse(raw, what="oci-layout", max_bytes=4096)
         read(
             document,
@@ -42,7 +42,7 @@ class Layout:
 
     def index_json(self) -> bytes:
         """Return index.json."""
-        return _small_file(self.path / "index.json", MAX_INDEX)
+        return read_small(self.path / "index.json", MAX_INDEX, FormatError)
 
     def blob(self, descriptor: Descriptor) -> Blob:
         """Return the blob that a descriptor refers to; raise `FormatError` if it is missing or has another size."""
@@ -140,10 +140,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _small_file(path: Path, max_bytes: int) -> bytes:
-    with open_file(path) as (size, read_at):
-        if size > max_bytes:
-            raise FormatError(f"the file has {size} bytes; at most {max_bytes} are allowed", where=str(path))
-        return read_at(0, size)

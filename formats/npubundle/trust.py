@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from npubundle.blob import open_file
+from npubundle.blob import read_small
 from npubundle.errors import Error, FileError
 from npubundle.fields import Fields, Kind, Place, choice, first_duplicate, flag, integer, list_of, read, record, text
 from npubundle.keys import KeyFileError, PublicKey
@@ -95,7 +95,7 @@ class TrustPolicy:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrustPolicy:
         """Read a policy file; raise `PolicyError` with all of its problems, or `FileError`."""
-        raw = _read(Path(path))
+        raw = read_small(Path(path), MAX_POLICY)
         try:
             document = tomllib.loads(raw.decode("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -108,7 +108,7 @@ class TrustPolicy:
         """Read what `--trust` was given: public keys, or one policy file; nothing stands for the default policy."""
         if not paths:
             return cls.default()
-        are_keys = [b"-----BEGIN" in _read(Path(path)) for path in paths]
+        are_keys = [b"-----BEGIN" in read_small(Path(path), MAX_POLICY) for path in paths]
         if all(are_keys):
             return cls.from_key_files(paths)
         if len(paths) > 1:
@@ -136,13 +136,6 @@ def default_places() -> tuple[Path, ...]:
     if home:
         return Path(home) / ".config" / "npucc" / "trust.toml", SYSTEM_POLICY
     return (SYSTEM_POLICY,)
-
-
-def _read(path: Path) -> bytes:
-    with open_file(path) as (size, read_at):
-        if size > MAX_POLICY:
-            raise FileError("this file is too large to be a key or a trust policy", where=str(path))
-        return read_at(0, size)
 
 
 def _policy(fields: Fields, path: Path) -> TrustPolicy:

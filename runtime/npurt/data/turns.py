@@ -93,8 +93,8 @@ def _by_marker(template: ChatTemplate, messages: Sequence[Message], index: int, 
     except TemplateRefusal:
         return None
     left, found, right = marked.partition(marker)
-    if not found or marker in right or not text.startswith(left) or not text.endswith(right):
-        return None
+    if not found or not text.startswith(left) or not text.endswith(right):
+        return None  # also if the word came twice: the text does not have it
     # Most tokenizers make one token of a blank and the word behind it, so the model writes that blank.
     start, end = len(left.rstrip(" ")), len(text) - len(right)
     return (start, end) if start < end else None

@@ -21,6 +21,7 @@ CLOCK = dt.datetime(2026, 12, 1)  # noqa: DTZ001 -- as templates see it, without
 A, B = {"role": "user", "content": "What is the capital of France?"}, {"role": "user", "content": "And of Spain? 🙂"}
 PARIS, MADRID = {"role": "assistant", "content": "Paris."}, {"role": "assistant", "content": "Madrid, señor 🙂."}
 CHAT = [A, PARIS, B, MADRID]
+_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALL: dict[str, Any] = {
     "role": "assistant",
     "content": None,
@@ -82,6 +83,14 @@ def test_a_system_prompt_that_moves_to_the_last_user_turn(model_folder: Callable
     assert supervised(folder, chat) == [" Paris.</s>", " Madrid, señor 🙂.</s>"]
 
 
+def test_a_last_turn_that_ends_otherwise_than_the_others(model_folder: Callable[..., Path]) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if loop.last %}<|im_end|>{% else %}\n{% endif %}{% endfor %}" + _PROMPT
+    )
+    assert supervised(model_folder("chatml", template=source), CHAT) == ["Paris.", "Madrid, señor 🙂.<|im_end|>"]
+
+
 def test_reasoning_that_is_dropped_from_earlier_turns(model_folder: Callable[..., Path]) -> None:
     def thinks(text: str) -> dict[str, str]:
         return {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{text}"}
@@ -128,7 +137,6 @@ def test_a_generation_block_with_the_end_does_not_take_the_next_header(model_fol
     assert supervised(folder, CHAT) == ["Paris.<|eot_id|>", "Madrid, señor 🙂.<|eot_id|>"]
 
 
-_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 _IN_A_MACRO = (
     "{% macro say(m) %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endmacro %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -144,7 +144,7 @@ def header(name: str, size: int) -> bytes:
         zero = b"0000000\0"
         return _HEADER.pack(
             name.encode("ascii"), b"0000644\0", zero, zero, encoded_size, b"00000000000\0", checksum, b"0",
-            b"", b"ustar\0", b"00", b"", b"", zero, zero, b"",
+            b"", b"ustar\0", b"00", b"", b"", b"", b"", b"",
         )  # fmt: skip
 
     return pack(b"%06o\0 " % sum(pack(b" " * 8)))

@@ -1,0 +1,36 @@
+"""Devices by name. An adapter is one file here; it imports its vendor's runtime only when it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from npurt.devices.device import Device
+from npurt.errors import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """What a user may say about a device. `threads`: CPU threads that compute together; None for one per usable CPU."""
+
+    threads: int | None = None
+
+
+def _cpu(options: DeviceOptions) -> Device:
+    from npurt.devices.cpu import CpuDevice
+
+    return CpuDevice(options.threads)
+
+
+_OPENERS: dict[str, Callable[[DeviceOptions], Device]] = {"cpu": _cpu}
+
+#: Names that `open_device` knows.
+NAMES = tuple(_OPENERS)
+
+
+def open_device(name: str, options: DeviceOptions | None = None) -> Device:
+    """Open a device. Raises `DeviceError` if there is none of this name or it cannot be used."""
+    opener = _OPENERS.get(name)
+    if opener is None:
+        raise DeviceError(f"there is no device {name!r}", remedy=f"devices of this release: {', '.join(NAMES)}")
+    return opener(options or DeviceOptions())

@@ -1,0 +1,70 @@
+"""What this process may use of its host: processors and memory, with the limits that containers put on them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def usable_cpus() -> int:
+    """Processors that the process may run on, and no more than its cgroup's quota is worth."""
+    cpus = len(os.sched_getaffinity(0))
+    for group in _groups():
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        if quota.isdigit() and period.strip().isdigit():
+            cpus = min(cpus, math.ceil(int(quota) / int(period)))
+    return max(1, cpus)
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping or reaching a limit, as far as the kernel tells.
+
+    The kernel's estimate (`MemAvailable`) and, in every cgroup around the process, what its limit leaves. Pages of
+    files that a cgroup could drop count as free.
+    """
+    free = _meminfo().get("MemAvailable", 0) or 1 << 62
+    for group in _groups():
+        limit, used = _text(group / "memory.max"), _text(group / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            free = min(free, max(0, int(limit) - int(used) + _inactive_file(group)))
+    return free
+
+
+def _groups() -> list[Path]:
+    """The process's cgroup (version 2) and those around it; none where there is no such hierarchy."""
+    own = next((line[3:] for line in _text(_OWN_CGROUP).splitlines() if line.startswith("0::")), None)
+    if own is None:
+        return []
+    group = _CGROUPS / own.lstrip("/")
+    return [place for place in (group, *group.parents) if place.is_relative_to(_CGROUPS)]
+
+
+def _inactive_file(group: Path) -> int:
+    for line in _text(group / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file" and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _meminfo() -> dict[str, int]:
+    """Fields of /proc/meminfo in bytes."""
+    fields = {}
+    for line in _text(_MEMINFO).splitlines():
+        name, _, rest = line.partition(":")
+        value = rest.removesuffix("kB").strip()
+        if value.isdigit():
+            fields[name] = int(value) * 1024
+    return fields
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -86,7 +86,7 @@ def test_a_system_prompt_that_moves_to_the_last_user_turn(model_folder: Callable
 def test_a_last_turn_that_ends_otherwise_than_the_others(model_folder: Callable[..., Path]) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if loop.last %}<|im_end|>{% else %}\n{% endif %}{% endfor %}" + _PROMPT
+        "{% if m.role == 'user' or loop.last %}<|im_end|>{% else %} # {% endif %}{% endfor %}" + _PROMPT
     )
     assert supervised(model_folder("chatml", template=source), CHAT) == ["Paris.", "Madrid, señor 🙂.<|im_end|>"]
 

@@ -1,8 +1,8 @@
 """Compiled parts on disk, found by part key. Any number of builds may share one cache at the same time.
 
-An entry is one file: a line of canonical JSON that says what went into the key and what came out of the numerics check, then the
-payload. It appears by rename, so that a full disk or a kill leaves no half entry; its digest is checked whenever it is read, and an
-entry that does not pass is a miss.
+An entry is one file: a line of canonical JSON that says what went into the key and what came out of the numerics check,
+then the payload. It appears by rename, so that a full disk or a kill leaves no half entry; its digest is checked
+whenever it is read, and an entry that does not pass is a miss.
 """
 
 from __future__ import annotations
@@ -155,9 +155,10 @@ def _header(raw: bytes) -> dict[str, Any] | None:
 
 def _differences(mine: Identity, other: Mapping[str, Any]) -> list[str]:
     found = [] if other.get("graph") == mine.graph else ["the graph is another (model, recipe or passes)"]
-    for what, now in (("option", mine.options), ("toolchain", mine.toolchain)):
-        before = other.get("options" if what == "option" else what, {})
-        for name in sorted({*now, *before}):
-            if now.get(name) != before.get(name):
-                found.append(f"{what} {name} was {before.get(name)}, is {now.get(name)}")
+    for what, now, before in (
+        ("option", mine.options, other.get("options", {})),
+        ("toolchain", mine.toolchain, other.get("toolchain", {})),
+    ):
+        changed = [name for name in sorted({*now, *before}) if now.get(name) != before.get(name)]
+        found += [f"{what} {name} was {before.get(name)}, is {now.get(name)}" for name in changed]
     return found

@@ -9,7 +9,7 @@ from npucc.build import Lowered
 
 
 def write_dump(folder: Path, lowered: Lowered) -> None:
-    """Write the traced layer, the parts as text, canonical JSON and payload (ONNX opens in Netron), and both programs."""
+    """Write the traced layer, the parts as text, JSON and payload (ONNX, which Netron opens), and both programs."""
     stages = {name: folder / name for name in ("1-traced", "2-parts", "3-programs", "4-lowered")}
     for stage in stages.values():
         stage.mkdir(parents=True, exist_ok=True)

@@ -41,9 +41,8 @@ def _fetch(repository: str, revision: str) -> Path:
     try:
         return Path(hf_hub_download(repository, "config.json", revision=revision or None, etag_timeout=5))
     except HfHubHTTPError as failure:
-        status = failure.response.status_code if failure.response is not None else "no"
         raise ResourceError(
-            f"the hub answered {status} for {repository}", where="config.json", remedy=remedy
+            f"the hub answered {failure.response.status_code} for {repository}", where="config.json", remedy=remedy
         ) from failure
     except OSError as failure:  # offline, or the connection broke, and the file is not in the hub's own cache
         raise unreachable from failure

@@ -1,7 +1,8 @@
 """Does a compiled part compute what its graph says? Asked for every part of every build.
 
-The part runs through its target's own executor on inputs that depend only on the graph, and each floating-point output x is
-compared with the float64 interpretation r of the canonical graph: ‖x − r‖ / ‖r‖ must stay below the target's bound.
+The part runs through its target's own executor on inputs that depend only on the graph, and each floating-point output
+x is compared with the float64 interpretation r of the canonical graph: ‖x − r‖ / ‖r‖ must stay below the target's
+bound.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def normal(scale: float = 1.0) -> Sampler:
     def sample(kind: TensorType, random: np.random.Generator) -> Array:
         if kind.dtype in {"i32", "i64"}:
             return random.integers(0, 2, kind.shape).astype(np.int32 if kind.dtype == "i32" else np.int64)
-        # Large weights repeat a piece of prime length: the check needs no more variety, and drawing it would take longest.
+        # Large weights repeat a piece of prime length: the check needs no more variety, and drawing it would take
+        # longest.
         drawn = random.standard_normal(min(kind.elements, _PIECE), dtype=np.float32) * np.float32(scale)
         return np.resize(drawn, kind.shape)
 
@@ -88,7 +90,7 @@ def sample_inputs(graph: Graph, samplers: Mapping[str, Sampler]) -> dict[str, Ar
 
 
 def measure(graph: Graph, payload: bytes, target: Target, samplers: Mapping[str, Sampler]) -> list[Measured]:
-    """Run the part and its float64 reference. Raises NumericsError where they differ by more than the target's bound."""
+    """Run the part and its float64 reference. Raises NumericsError where they differ by more than the bound."""
     import torch
 
     from npucc.graph.interpret import interpret

@@ -30,9 +30,10 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The traced step: every graph that any activation policy needs, by part name, and the sizes the program is built with.
+    """The traced step: every graph that any activation policy needs, by part name.
 
-    `layer` is the joint graph of a decoder layer as it was traced, before any pass.
+    `head` and `trained` (elements of all LoRA matrices) are what the program needs beside them. `layer` is the joint
+    graph of a decoder layer as it was traced, before any pass.
     """
 
     model: Model
@@ -108,8 +109,8 @@ def _head_graphs(model: Model, recipe: Recipe, shape: HeadShape) -> list[Graph]:
 def samplers(traced: Traced) -> dict[str, Sampler]:
     """How the numerics check makes each input: in the range that the input has in training.
 
-    Positions stay below 128: the angle of a rotation is rounded to f32 before its sine is taken, by transformers as well, so that
-    far positions differ from float64 whatever the target does.
+    Positions stay below 128: the angle of a rotation is rounded to f32 before its sine is taken, by transformers as
+    well, so that far positions differ from float64 whatever the target does.
     """
     config = traced.model.config
     fractions = (

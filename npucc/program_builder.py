@@ -108,7 +108,7 @@ class _Builder:
         layer: int | None = None,
         blocks: int | None = None,
     ) -> Call:
-        """A call; results that do not exist yet become activations. Inside a repeat, `x[]` results have an axis of blocks."""
+        """A call; results that do not exist yet become activations, with an axis of `blocks` where they are `x[]`."""
         for text, kind in zip(results, self.traced.parts[part].graph.output_types, strict=True):
             operand = Operand.from_str(text)
             if operand.buffer not in self.buffers:

@@ -39,7 +39,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it together: weights, LoRA parameters with gradients and moments, the larger arena, inputs and outputs."""
+        """All of it: weights, LoRA parameters with gradients and moments, the larger arena, inputs and outputs."""
         return self.weights + self.state + self.activations + self.io
 
 
@@ -47,8 +47,8 @@ class Memory:
 class BundleConfig:
     """The content of `bundle.json`.
 
-    `programs` maps `train` and `reference` to the digests of their program blobs. `toolchain` is everything that can change
-    the bytes of a part. `name` says for people and for trust rules what the bundle is.
+    `programs` maps `train` and `reference` to the digests of their program blobs. `toolchain` is everything that can
+    change the bytes of a part. `name` says for people and for trust rules what the bundle is.
     """
 
     name: str
@@ -85,7 +85,7 @@ class BundleConfig:
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str | None = None) -> BundleConfig:
-        """Read `bundle.json`; raises FormatError with all its problems, or that this version of the format is unknown."""
+        """Read `bundle.json`; raises FormatError with all its problems, or because this format version is unknown."""
         document = parse_canonical(raw, what="bundle.json", max_bytes=MAX_BYTES)
         version = document.get("format_version") if isinstance(document, dict) else None
         if version != FORMAT_VERSION:

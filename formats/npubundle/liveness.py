@@ -1,9 +1,9 @@
 """Where activations live: from a program's order of instructions to static offsets in one arena per phase.
 
-Two activations may share bytes when one is dead before the other is first written. Placement is greedy, largest first, at
-the lowest offset that is free over the whole life of the buffer (the "greedy by size" planner of TensorFlow Lite, Pisarchyk
-and Lee 2020). The result depends on the program alone, so that it can be computed at build time and again after a program
-was cut short for a check.
+Two activations may share bytes when one is dead before the other is first written. Placement is greedy, largest first,
+at the lowest offset that is free over the whole life of the buffer (the "greedy by size" planner of TensorFlow Lite,
+Pisarchyk and Lee 2020). The result depends on the program alone, so that it can be computed at build time and again
+after a program was cut short for a check.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def place(program: Program, phase: str) -> tuple[dict[str, int], int]:
 def planned(program: Program) -> Program:
     """The program with arena offsets and sizes filled in.
 
-    An activation has one offset in the whole program. Phases never run at the same time and activations do not survive a
-    phase, so a phase has its own copy of a name if two phases use it (`micro_step` and `evaluate` do): the offset of the
-    first phase in the program's order that uses it is kept, which is why phases of one program should not share names.
+    An activation has one offset in the whole program. Phases never run at the same time and activations do not survive
+    a phase, so a phase has its own copy of a name if two phases use it (`micro_step` and `evaluate` do): the offset of
+    the first phase in the program's order that uses it is kept, which is why phases of one program should not share
+    names.
     """
     buffers = dict(program.buffers)
     arena: dict[str, int] = {}
@@ -85,7 +86,8 @@ def planned(program: Program) -> Program:
 def truncated(program: Program, layers: int) -> Program:
     """The program of a model with only its first `layers` decoder layers: what a check of a few layers runs.
 
-    Calls of later layers are left out, and whatever read the last boundary of a chain reads the boundary after `layers`.
+    Calls of later layers are left out, and whatever read the last boundary of a chain reads the boundary after
+    `layers`.
     """
     if not 1 <= layers <= program.layers:
         raise ValueError(f"layers must be from 1 to {program.layers}, is {layers}")

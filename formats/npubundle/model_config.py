@@ -1,9 +1,9 @@
 """The dimensions and variants of a decoder model, read from a Hugging Face `config.json`.
 
 The compiler builds graphs from them; the runtime compares those a bundle was built for with those of the weights it is
-given. One reader for both, so that two spellings of the same model (`rope_scaling` and `rope_parameters`, a default left
-out or written down) are never taken for two models. Keys that do not change the mathematics are ignored here; the compiler
-is the one that refuses keys that it does not know.
+given. One reader for both, so that two spellings of the same model (`rope_scaling` and `rope_parameters`, a default
+left out or written down) are never taken for two models. Keys that do not change the mathematics are ignored here; the
+compiler is the one that refuses keys that it does not know.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def _model_config(fields: Fields) -> ModelConfig:
         vocab_size=fields.need("vocab_size", size),
         rms_norm_eps=fields.take("rms_norm_eps", number(0.0, 1.0), 1e-6),
         hidden_act=fields.take("hidden_act", text(), "silu"),
-        attention_bias=fields.take("attention_bias", flag(), False),
-        mlp_bias=fields.take("mlp_bias", flag(), False),
-        tie_word_embeddings=fields.take("tie_word_embeddings", flag(), False),
+        attention_bias=fields.take("attention_bias", flag(), default=False),
+        mlp_bias=fields.take("mlp_bias", flag(), default=False),
+        tie_word_embeddings=fields.take("tie_word_embeddings", flag(), default=False),
         sliding_window=window if model_type in _SLIDING else None,
         rope_parameters=_rope(fields),
     )

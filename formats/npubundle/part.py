@@ -25,8 +25,8 @@ class Port:
 class Numerics:
     """Outcome of the check at build time: the bound on the relative error of every output, and the verdict.
 
-    `bound` limits ‖x − r‖ / ‖r‖ of every floating-point output x against its float64 reference r. Measured errors differ
-    between hosts, so they are in a signed statement beside the bundle and not here.
+    `bound` limits ‖x − r‖ / ‖r‖ of every floating-point output x against its float64 reference r. Measured errors
+    differ between hosts, so they are in a signed statement beside the bundle and not here.
     """
 
     bound: float
@@ -38,7 +38,8 @@ class Part:
     """A compiled graph of the bundle.
 
     `inplace` pairs (output, input) indices that may share memory: the graph reads nothing of that input once it writes
-    that output. `requires` names minimum versions, such as `onnxruntime` and `opset`. `digest` and `size` are the payload's.
+    that output. `requires` names minimum versions, such as `onnxruntime` and `opset`. `digest` and `size` are the
+    payload's.
     """
 
     name: str

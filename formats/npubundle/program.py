@@ -31,7 +31,8 @@ class Source:
     """Where the content of a `weight` buffer comes from: a tensor of the HF checkpoint, after layout transforms.
 
     A transform is a tuple of a name and its integer arguments, applied in order to the tensor as it is in the file:
-    `("transpose",)`, `("rows", start, stop)`. A cast to the dtype of the buffer is always the last step and is not listed.
+    `("transpose",)`, `("rows", start, stop)`. A cast to the dtype of the buffer is always the last step and is not
+    listed.
     """
 
     tensor: str
@@ -59,8 +60,8 @@ class Buffer:
 
     `view_of` and `view_offset` (in elements) make it a contiguous part of another buffer, which is not a view itself.
     `source` belongs to role `weight`; `tensor` (the name under which it is exported) and `init` to role `param`.
-    `arena_offset` (in bytes) is the place of an `activation` in the phase's arena, which liveness chose. `value` fixes the content
-    of a `scalar` once and for all.
+    `arena_offset` (in bytes) is the place of an `activation` in the phase's arena, which liveness chose. `value` fixes
+    the content of a `scalar` once and for all.
     """
 
     name: str
@@ -77,9 +78,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A buffer as an instruction names it. Inside a `Repeat`, `indexed` takes the element of axis 0 at the loop counter.
+    """A buffer as an instruction names it.
 
-    Written `rows` or `rows[]`.
+    Inside a `Repeat`, `indexed` takes the element of axis 0 at the loop counter. Written `rows` or `rows[]`.
     """
 
     buffer: str
@@ -129,7 +130,8 @@ class Program:
 
     `chains` lists, for values that pass from layer to layer, the names at each boundary: `("h.0", "h.1", …)` has the
     input of layer 0, of layer 1, …, and last the output of the last layer. `arena` is the size in bytes of each phase's
-    arena. `checkpoint` has the shape of every tensor that a checkpoint of this model contains, as the file stores it. See `docs/reference/bundle-format.md` for the names that a runtime looks for.
+    arena. `checkpoint` has the shape of every tensor that a checkpoint of this model contains, as the file stores it.
+    See `docs/reference/program.md` for the names that a runtime looks for.
     """
 
     buffers: Mapping[str, Buffer]

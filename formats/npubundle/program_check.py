@@ -1,47 +1,37 @@
-"""Is a program well formed, given the signatures of its parts? Asked at build time and again when a bundle is loaded."""
+"""Is a program well formed, given the signatures of its parts? Asked at build time, and when a bundle is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from npubundle.errors import FormatError
 from npubundle.fields import Problems
 from npubundle.liveness import lives
-from npubundle.part import Part
+from npubundle.part import Part, Port
 from npubundle.program import Buffer, Call, Operand, Program, Repeat
 from npubundle.tensor import TensorType
 
 #: Roles that a call may write.
 _WRITABLE = {"param", "grad", "moment", "activation", "output"}
+_COUNTER = TensorType("i32", ())
 
 
 def check(program: Program, parts: Mapping[str, Part], *, where: str | None = None) -> None:
-    """Raise FormatError, with every problem, unless all names resolve, types fit, views stay inside, nothing is read
-    before it is written, and arena offsets keep living activations apart.
+    """Raise FormatError, with every problem, unless the program is well formed.
+
+    That is: all names resolve, types fit, views stay inside, nothing is read before it is written or while it is
+    written over (unless the part allows it), and arena offsets keep living activations apart.
     """
     problems = Problems()
     for buffer in program.buffers.values():
         _check_buffer(program, buffer, problems)
     problems.raise_any("program is not valid", FormatError, where=where)
     for phase in program.phases:
-        written: set[str] = set()
-        for index, (call, repeat) in enumerate(_flat(program, phase)):
-            _check_call(program, call, repeat, parts, written, f"{phase}[{index}] {call.part}", problems)
-        for index, instruction in enumerate(program.phases[phase]):
-            if isinstance(instruction, Call) and any(a >= index for a in instruction.after):
-                problems.add(f"{phase}[{index}]", "waits for itself or a later instruction")
+        _check_phase(program, phase, parts, problems)
     problems.raise_any("program is not valid", FormatError, where=where)
     for phase in program.phases:
         _check_arena(program, phase, problems)
     problems.raise_any("program's memory plan is not valid", FormatError, where=where)
-
-
-def _flat(program: Program, phase: str) -> Iterator[tuple[Call, Repeat | None]]:
-    for instruction in program.phases[phase]:
-        if isinstance(instruction, Repeat):
-            yield from ((call, instruction) for call in instruction.body)
-        else:
-            yield instruction, None
 
 
 def _check_buffer(program: Program, buffer: Buffer, problems: Problems) -> None:
@@ -59,48 +49,51 @@ def _check_buffer(program: Program, buffer: Buffer, problems: Problems) -> None:
         problems.add(buffer.name, f"comes from {buffer.source.tensor}, which is not in the checkpoint table")
 
 
-def _check_call(
+def _check_phase(program: Program, phase: str, parts: Mapping[str, Part], problems: Problems) -> None:
+    written: set[str] = set()
+    for index, instruction in enumerate(program.phases[phase]):
+        if isinstance(instruction, Repeat):
+            counter = program.buffers.get(instruction.count)
+            if counter is None or counter.role != "scalar" or counter.type != _COUNTER:
+                problems.add(f"{phase}[{index}]", f"counts with {instruction.count}, which is not a scalar {_COUNTER}")
+        elif any(earlier >= index for earlier in instruction.after):
+            problems.add(f"{phase}[{index}]", "waits for itself or a later instruction")
+    for index, (call, repeat) in enumerate(_flat(program, phase)):
+        where = f"{phase}[{index}] {call.part}"
+        part = parts.get(call.part)
+        if part is None:
+            problems.add(where, "calls a part that the bundle does not have")
+            continue
+        for what, operands, ports in (("argument", call.args, part.inputs), ("result", call.results, part.outputs)):
+            _check_types(program, what, operands, ports, repeat, where, problems)
+        _check_reads(program, call, written, where, problems)
+        _check_writes(program, call, part, where, problems)
+        written.update(operand.buffer for operand in call.results)
+
+
+def _flat(program: Program, phase: str) -> Iterator[tuple[Call, Repeat | None]]:
+    for instruction in program.phases[phase]:
+        if isinstance(instruction, Repeat):
+            yield from ((call, instruction) for call in instruction.body)
+        else:
+            yield instruction, None
+
+
+def _check_types(
     program: Program,
-    call: Call,
+    what: str,
+    operands: Sequence[Operand],
+    ports: Sequence[Port],
     repeat: Repeat | None,
-    parts: Mapping[str, Part],
-    written: set[str],
     where: str,
     problems: Problems,
 ) -> None:
-    part = parts.get(call.part)
-    if part is None:
-        problems.add(where, "calls a part that the bundle does not have")
-        return
-    for what, operands, ports in (("argument", call.args, part.inputs), ("result", call.results, part.outputs)):
-        if len(operands) != len(ports):
-            problems.add(where, f"has {len(operands)} {what}s, the part has {len(ports)}")
-        for operand, port in zip(operands, ports, strict=False):
-            actual = _type(program, operand, repeat)
-            if actual != port.type:
-                problems.add(where, f"{what} {port.name} is {port.type}, buffer {operand} is {actual or 'unknown'}")
-    for operand in call.args:
-        buffer = program.buffers.get(operand.buffer)
-        if buffer is not None and buffer.role == "activation" and buffer.name not in written:
-            problems.add(where, f"reads {operand} before anything wrote it")
-    shared = {
-        (call.results[o].buffer, call.args[i].buffer)
-        for o, i in part.inplace
-        if o < len(call.results) and i < len(call.args)
-    }
-    read_roots = {program.root(a.buffer).name for a in call.args if a.buffer in program.buffers}
-    for operand in call.results:
-        buffer = program.buffers.get(operand.buffer)
-        if buffer is None:
-            continue
-        if buffer.role not in _WRITABLE:
-            problems.add(where, f"writes {operand}, whose role is {buffer.role}")
-        same = [a for a in call.args if a.buffer == operand.buffer]
-        if same and (operand.buffer, operand.buffer) not in shared:
-            problems.add(where, f"writes {operand} while it reads it, and the part does not allow that")
-        if not same and program.root(buffer.name).name in read_roots and buffer.view_of is None:
-            problems.add(where, f"writes {operand} while it reads a view of it")
-        written.add(buffer.name)
+    if len(operands) != len(ports):
+        problems.add(where, f"has {len(operands)} {what}s, the part has {len(ports)}")
+    for operand, port in zip(operands, ports, strict=False):
+        actual = _type(program, operand, repeat)
+        if actual != port.type:
+            problems.add(where, f"{what} {port.name} is {port.type}, buffer {operand} is {actual or 'unknown'}")
 
 
 def _type(program: Program, operand: Operand, repeat: Repeat | None) -> TensorType | None:
@@ -112,6 +105,42 @@ def _type(program: Program, operand: Operand, repeat: Repeat | None) -> TensorTy
     if repeat is None or not buffer.type.shape or buffer.type.shape[0] < repeat.limit:
         return None
     return TensorType(buffer.type.dtype, buffer.type.shape[1:])
+
+
+def _check_reads(program: Program, call: Call, written: set[str], where: str, problems: Problems) -> None:
+    for operand in call.args:
+        buffer = program.buffers.get(operand.buffer)
+        if buffer is not None and buffer.role == "activation" and buffer.name not in written:
+            problems.add(where, f"reads {operand} before anything wrote it")
+
+
+def _check_writes(program: Program, call: Call, part: Part, where: str, problems: Problems) -> None:
+    for index, operand in enumerate(call.results):
+        buffer = program.buffers.get(operand.buffer)
+        if buffer is None:
+            continue
+        if buffer.role not in _WRITABLE:
+            problems.add(where, f"writes {operand}, whose role is {buffer.role}")
+        for position, arg in enumerate(call.args):
+            if arg.buffer == operand.buffer:
+                if (index, position) not in part.inplace:
+                    problems.add(where, f"writes {operand} while it reads it, and the part does not allow that")
+            elif _overlap(program, buffer, arg):
+                problems.add(where, f"writes {operand} while it reads {arg}, which shares memory with it")
+        for other in call.results[:index]:
+            if _overlap(program, buffer, other):
+                problems.add(where, f"writes {operand} and {other}, which share memory")
+
+
+def _overlap(program: Program, buffer: Buffer, operand: Operand) -> bool:
+    """Whether two buffers have elements in common by name or as views; arena offsets are another question."""
+    other = program.buffers.get(operand.buffer)
+    if other is None or program.root(other.name) is not program.root(buffer.name):
+        return False
+    return (
+        buffer.view_offset < other.view_offset + other.type.elements
+        and other.view_offset < buffer.view_offset + buffer.type.elements
+    )
 
 
 def _check_arena(program: Program, phase: str, problems: Problems) -> None:

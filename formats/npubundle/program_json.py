@@ -31,7 +31,7 @@ MAX_BYTES = 64 << 20
 
 _NAME = text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", called="a buffer or part name")
 _OPERAND = text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}(\[\])?", called="an operand such as rows or rows[]")
-#: Layout transforms and how many integer arguments each takes. `docs/reference/bundle-format.md` defines them.
+#: Layout transforms and how many integer arguments each takes. `docs/reference/program.md` defines them.
 TRANSFORMS = {"transpose": 0, "rows": 2}
 
 
@@ -49,7 +49,7 @@ def encode(program: Program) -> bytes:
 
 
 def decode(raw: bytes, *, where: str | None = None) -> Program:
-    """The program that `encode` wrote. Raises FormatError with all problems of form; `program_check` looks at the rest."""
+    """The program that `encode` wrote. Raises FormatError with all problems of form; `program_check` finds the rest."""
     document = parse_canonical(raw, what="program", max_bytes=MAX_BYTES)
     program = read(document, record(_program), what="program", where=where)
     names = [b["name"] for b in document["buffers"]]

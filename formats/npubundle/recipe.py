@@ -1,4 +1,4 @@
-"""The training configuration that shapes the graphs. What can change at run time (learning rate, steps, seed) is not here."""
+"""The training configuration that shapes the graphs. What is chosen at run time (learning rate, steps) is not here."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class Recipe:
     """Mode, LoRA rank, alpha and targets, sequence length in tokens, activation policy, memory budget in bytes.
 
-    `targets` is in the order of `LORA_TARGETS`. `memory_budget` is None for the target's own. `logits` adds a phase that
-    returns the logits of chosen rows.
+    `targets` is in the order of `LORA_TARGETS`. `memory_budget` is None for the target's own. `logits` adds a phase
+    that returns the logits of chosen rows.
     """
 
     mode: Mode = Mode.LORA

@@ -11,19 +11,17 @@ import traceback
 from types import FrameType
 
 import typer
-import typer.exceptions
 
 from npubundle.errors import Error, ExitCode
 from npucc.cli import build, inspect, keygen, plan, verify
 from npucc.cli.options import version_option
-from npucc.errors import InternalError, ResourceError
+from npucc.errors import InternalError, ResourceError, UsageError
 
 DEBUG_VARIABLE = "NPUCC_DEBUG"
 
 app = typer.Typer(
     name="npucc",
     help="Compile a model and a training recipe into a signed bundle that npurt trains with.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -45,26 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except typer.Exit as request:
         return int(request.exit_code)
-    except typer.exceptions.TyperException as failure:
-        failure.show()
-        return int(ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
-    except Error as failure:
-        return _report(failure, words)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FIXABLE)
-    except OSError as failure:
-        return _report(_from_system(failure), words)
-    except MemoryError:
-        return _report(ResourceError("out of memory", remedy="use a host with more memory"), words)
     except Exception as failure:  # noqa: BLE001 -- the last resort: a fault of ours becomes a message and an exit code
-        if os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exc()
-        what = f"{type(failure).__name__}: {failure}"
-        return _report(InternalError(what, remedy=f"set {DEBUG_VARIABLE}=1 for a traceback, and report it"), words)
+        return _report(_as_error(failure), words)
     return code if isinstance(code, int) else 0
 
 
@@ -72,6 +58,24 @@ def _report(failure: Error, words: list[str]) -> int:
     text = json.dumps(failure.as_dict()) if "--json" in words else failure.render()
     print(text, file=sys.stderr)
     return int(failure.exit_code)
+
+
+def _as_error(failure: Exception) -> Error:
+    """What a user should read of a failure."""
+    if isinstance(failure, Error):
+        return failure
+    if isinstance(failure, typer.TyperException):
+        context = getattr(failure, "ctx", None)
+        command = context.command_path if context else "npucc"
+        return UsageError(failure.format_message(), remedy=f"{command} --help")
+    if isinstance(failure, OSError):
+        return _from_system(failure)
+    if isinstance(failure, MemoryError):
+        return ResourceError("out of memory", remedy="use a host with more memory")
+    if os.environ.get(DEBUG_VARIABLE):
+        traceback.print_exception(failure)
+    what = f"{type(failure).__name__}: {failure}"
+    return InternalError(what, remedy=f"set {DEBUG_VARIABLE}=1 for a traceback, and report it")
 
 
 def _from_system(failure: OSError) -> Error:

@@ -14,7 +14,7 @@ from npubundle.keys import PrivateKey, exposure
 from npucc.cli import options as o
 
 
-def build(  # noqa: PLR0913 -- one parameter per flag
+def build(
     model: o.ModelOption = None,
     recipe: o.RecipeOption = None,
     target: o.TargetOption = None,
@@ -25,7 +25,7 @@ def build(  # noqa: PLR0913 -- one parameter per flag
     seq_len: o.SeqLenOption = None,
     activations: o.ActivationsOption = None,
     memory_budget: o.BudgetOption = None,
-    logits: o.LogitsOption = False,  # noqa: FBT002 -- a flag
+    logits: o.LogitsOption = False,
     ignore_config_key: o.IgnoreOption = None,
     name: Annotated[
         str | None, typer.Option("--name", help="The bundle's name.  [default: made from the recipe]")
@@ -42,13 +42,13 @@ def build(  # noqa: PLR0913 -- one parameter per flag
     ] = None,
     cache_dir: o.CacheOption = None,
     progress: o.ProgressOption = o.Style.AUTO,
-    as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
+    as_json: o.JsonOption = False,
 ) -> None:
     """Compile a training step into a bundle, check every part, and sign it."""
     started = time.monotonic()
     flags = {
-        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets, "seq_len": seq_len,
-        "activations": activations, "memory_budget": memory_budget, "logits": logits, "name": name,
+        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets,
+        "seq_len": seq_len, "activations": activations, "memory_budget": memory_budget, "logits": logits, "name": name,
     }  # fmt: skip
     wanted = o.build_options(recipe, flags, ignore_config_key)
     signer = PrivateKey.load(key) if key else None  # before the long work: a wrong passphrase should not cost an hour
@@ -83,8 +83,9 @@ def build(  # noqa: PLR0913 -- one parameter per flag
     digest = result.content.manifest_digest
     if as_json:
         document = {
-            "bundle": str(path), "digest": digest, "name": result.config.name, "signed": signer is not None, "parts": total,
-            "compiled": result.compiled, "cached": result.cached, "memory_peak": result.config.memory.peak, "seconds": round(seconds, 3),
+            "bundle": str(path), "digest": digest, "name": result.config.name, "signed": signer is not None,
+            "parts": total, "compiled": result.compiled, "cached": result.cached,
+            "memory_peak": result.config.memory.peak, "seconds": round(seconds, 3),
         }  # fmt: skip
         typer.echo(json.dumps(document))
     else:

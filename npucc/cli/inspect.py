@@ -20,8 +20,8 @@ def inspect(
     trust: o.TrustOption = None,
     unverified: Annotated[
         bool, typer.Option("--unverified", help="Show a bundle whoever signed it; digests are still checked.")
-    ] = False,  # noqa: FBT002
-    as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
+    ] = False,
+    as_json: o.JsonOption = False,
 ) -> None:
     """Show what is in a bundle: model, recipe, toolchain, parts with their keys, memory, numerics, signers."""
     policy = TrustPolicy.off() if unverified else o.policy(trust)
@@ -63,9 +63,14 @@ def as_text(document: dict[str, Any]) -> str:
         f"{document['name']}  {document['digest']}",
         f"target     {document['target']}",
         "toolchain  " + ", ".join(f"{name} {version}" for name, version in document["toolchain"].items()),
-        f"model      {model['model_type']}, {model['num_hidden_layers']} layers of {model['hidden_size']}, vocabulary {model['vocab_size']}",
-        f"recipe     {recipe['mode']}, rank {recipe['rank']}, alpha {recipe['alpha']:g}, targets {','.join(recipe['targets'])}, "
-        f"{recipe['seq_len']} tokens, activations {recipe['activations']}",
+        (
+            f"model      {model['model_type']}, {model['num_hidden_layers']} layers of {model['hidden_size']}, "
+            f"vocabulary {model['vocab_size']}"
+        ),
+        (
+            f"recipe     {recipe['mode']}, rank {recipe['rank']}, alpha {recipe['alpha']:g}, "
+            f"targets {','.join(recipe['targets'])}, {recipe['seq_len']} tokens, activations {recipe['activations']}"
+        ),
         f"memory     {o.show_size(document['memory']['peak'])}",
         "",
     ]
@@ -74,7 +79,6 @@ def as_text(document: dict[str, Any]) -> str:
     for part in document["parts"]:
         worst = max((outcome["relative"] for outcome in part["measured"] or ()), default=None)
         error = "not stated" if worst is None else f"{worst:.1e}"
-        lines.append(
-            f"{part['name']:<{width}}  {part['size']:>8}  {part['key'][7:19]}  {error} ({part['numerics']['bound']:.0e})"
-        )
+        bound = f"{part['numerics']['bound']:.0e}"
+        lines.append(f"{part['name']:<{width}}  {part['size']:>8}  {part['key'][7:19]}  {error} ({bound})")
     return "\n".join(lines)

@@ -48,7 +48,7 @@ ActivationsOption = Annotated[
     Activations | None,
     typer.Option(
         "--activations",
-        help="What forward keeps for backward: only layer inputs (recompute), all (save), or by memory (auto).  [default: auto]",
+        help="What forward keeps for backward: layer inputs (recompute), all (save), or by memory.  [default: auto]",
     ),
 ]
 BudgetOption = Annotated[
@@ -97,7 +97,7 @@ ProgressOption = Annotated[Style, typer.Option("--progress", help="How progress 
 
 
 def version_option(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,  # noqa: FBT002 -- a flag
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     """Compile a model and a training recipe into a signed bundle that npurt trains with."""
     if version:
@@ -131,7 +131,7 @@ class _File:
 def build_options(file: Path | None, flags: dict[str, Any], ignore_keys: list[str] | None) -> BuildOptions:
     """Join flags (None where absent) with the recipe file. Raises UsageError with all problems of either."""
     given = _read_file(file) if file else _File()
-    table = dict(given.recipe or {})
+    table: dict[str, Any] = dict(given.recipe or {})
     table |= {key: flags[key] for key in ("rank", "alpha", "seq_len") if flags[key] is not None}
     table |= {key: flags[key].value for key in ("mode", "activations") if flags[key] is not None}
     if flags["targets"] is not None:
@@ -157,12 +157,12 @@ def _read_file(path: Path) -> _File:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:
         raise UsageError(f"cannot read the recipe: {failure.strerror}", where=str(path)) from failure
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as failure:
         raise UsageError(f"the recipe is not TOML: {failure}", where=str(path)) from failure
 
     def build(fields: Fields) -> _File:
         optional = {name: fields.take(name, text(), None) for name in ("model", "target", "name")}
-        table = fields.take("recipe", anything(), {})
+        table: Any = fields.take("recipe", anything(), {})
         if not isinstance(table, dict):
             fields.wrong("recipe", "must be a table")
         return _File(**optional, recipe=table if isinstance(table, dict) else {})

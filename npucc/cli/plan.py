@@ -10,7 +10,7 @@ import typer
 from npucc.cli import options as o
 
 
-def plan(  # noqa: PLR0913 -- one parameter per flag
+def plan(
     model: o.ModelOption = None,
     recipe: o.RecipeOption = None,
     target: o.TargetOption = None,
@@ -21,15 +21,15 @@ def plan(  # noqa: PLR0913 -- one parameter per flag
     seq_len: o.SeqLenOption = None,
     activations: o.ActivationsOption = None,
     memory_budget: o.BudgetOption = None,
-    logits: o.LogitsOption = False,  # noqa: FBT002 -- a flag
+    logits: o.LogitsOption = False,
     ignore_config_key: o.IgnoreOption = None,
     cache_dir: o.CacheOption = None,
-    as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
+    as_json: o.JsonOption = False,
 ) -> None:
-    """Say what a build would do: its parts, its memory, what the cache has, and why it lacks the rest. Compiles nothing."""
+    """Say what a build would do: its parts, memory, what the cache has and why it lacks the rest. Compiles nothing."""
     flags = {
-        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets, "seq_len": seq_len,
-        "activations": activations, "memory_budget": memory_budget, "logits": logits,
+        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets,
+        "seq_len": seq_len, "activations": activations, "memory_budget": memory_budget, "logits": logits,
     }  # fmt: skip
     wanted = o.build_options(recipe, flags, ignore_config_key)
 
@@ -99,9 +99,11 @@ def as_text(document: dict[str, Any]) -> str:
         "",
         f"{len(document['parts'])} parts, {document['cached']} of them cached",
         f"memory of the training program on {document['target']}: {o.show_size(memory['peak'])}",
-        f"  weights {o.show_size(memory['weights'])}, trained state {o.show_size(memory['state'])}, "
-        f"activations {o.show_size(memory['activations'])}, inputs and outputs {o.show_size(memory['io'])}",
-        f"  {memory['saved_layers']} of {memory['layers']} layers keep their activations, the others compute them again",
+        (
+            f"  weights {o.show_size(memory['weights'])}, trained state {o.show_size(memory['state'])}, "
+            f"activations {o.show_size(memory['activations'])}, inputs and outputs {o.show_size(memory['io'])}"
+        ),
+        f"  {memory['saved_layers']} of {memory['layers']} layers keep their activations, the others recompute them",
     ]
     if not memory["fits"]:
         lines.append(f"  warning: more than the budget of {o.show_size(memory['budget'])}")

@@ -16,7 +16,7 @@ from npucc.cli import options as o
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="An .npub file or an OCI layout folder.")],
     trust: o.TrustOption = None,
-    as_json: o.JsonOption = False,  # noqa: FBT002 -- a flag
+    as_json: o.JsonOption = False,
 ) -> None:
     """Check signatures against the trust policy, and every byte against its digest. Exit 5 if anything is amiss."""
     with open_container(bundle, o.policy(trust)) as opened:

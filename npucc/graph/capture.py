@@ -1,7 +1,7 @@
 """From a Python function on tensors to a canonical graph, without any data.
 
-Functions are traced with `make_fx` on fake tensors, so that the size of a model costs nothing. Every input is a fake tensor of
-its own: equal sample tensors must never merge two inputs into one.
+Functions are traced with `make_fx` on fake tensors, so that the size of a model costs nothing. Every input is a fake
+tensor of its own: equal sample tensors must never merge two inputs into one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 #: Composite operators of the backward pass, replaced by simple ones while tracing.
-_DECOMPOSED = get_decompositions(
+_DECOMPOSED: Mapping[Any, Callable[..., Any]] = get_decompositions(
     [
         torch.ops.aten._softmax_backward_data,  # noqa: SLF001 -- that is the operator's name
         torch.ops.aten.sigmoid_backward,

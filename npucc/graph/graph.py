@@ -1,8 +1,8 @@
 """Values of the canonical graph, its text and its JSON.
 
-One form serves four purposes: it is what passes rewrite, what a person reads in a dump, what the part key hashes, and what
-travels to a compile worker in another environment. Hence it holds only plain values, has one spelling for every graph
-(`renumbered`), and names operators as ATen does (`aten.mm.default`), of which every node has exactly one output.
+One form serves four purposes: it is what passes rewrite, what a person reads in a dump, what the part key hashes, and
+what travels to a compile worker in another environment. Hence it holds only plain values, has one spelling for every
+graph (`renumbered`), and names operators as ATen does (`aten.mm.default`), of which every node has exactly one output.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Graph:
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
         """The type of every value by name."""
-        return {v.name: v.type for v in (*self.inputs, *self.nodes)}
+        return {v.name: v.type for v in self.inputs} | {n.name: n.type for n in self.nodes}
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:

@@ -26,12 +26,12 @@ def interpret(graph: Graph, inputs: Sequence[torch.Tensor], *, widen: bool = Tru
                 f"input {declared.name} of {graph.name} is {declared.type}, got shape {tuple(tensor.shape)}"
             )
         values[declared.name] = (
-            tensor if _only_indexed(graph, declared.name) else tensor.to(_dtype(declared.type.dtype, widen))
+            tensor if _only_indexed(graph, declared.name) else tensor.to(_dtype(declared.type.dtype, widen=widen))
         )
     last_use = {name: node.name for node in graph.nodes for name in node.refs()}
     kept = {value for _, value in graph.outputs}
     for node in graph.nodes:
-        values[node.name] = _run(node, values, widen)
+        values[node.name] = _run(node, values, widen=widen)
         for name in set(node.refs()):
             if last_use[name] == node.name and name not in kept:
                 del values[name]
@@ -39,18 +39,21 @@ def interpret(graph: Graph, inputs: Sequence[torch.Tensor], *, widen: bool = Tru
 
 
 def _only_indexed(graph: Graph, name: str) -> bool:
-    """Whether rows are picked from this input and nothing else: then widening the rows does, and a table need not be doubled."""
+    """Whether rows are picked from this input and nothing else.
+
+    Then it is enough to widen the rows, and a whole table of vectors need not be doubled.
+    """
     users = graph.users[name]
     return bool(users) and all(u.op == "aten.index_select.default" and u.args[0] == Ref(name) for u in users)
 
 
-def _dtype(name: str, widen: bool) -> torch.dtype:
+def _dtype(name: str, *, widen: bool) -> torch.dtype:
     dtype = DTYPES[name]
     return torch.float64 if widen and dtype in _FLOATS else dtype
 
 
-def _run(node: Node, values: Mapping[str, torch.Tensor], widen: bool) -> torch.Tensor:
-    dtype = _dtype(node.type.dtype, widen)
+def _run(node: Node, values: Mapping[str, torch.Tensor], *, widen: bool) -> torch.Tensor:
+    dtype = _dtype(node.type.dtype, widen=widen)
     if node.op == CONSTANT:
         return torch.tensor(node.args[0], dtype=dtype).reshape(node.type.shape)
 
@@ -65,11 +68,10 @@ def _run(node: Node, values: Mapping[str, torch.Tensor], widen: bool) -> torch.T
         return args[0].reshape(args[1])  # type: ignore[no-any-return]
     if node.op in {"aten._to_copy.default", "aten.full.default", "aten.arange.start_step"}:
         kwargs["dtype"] = dtype
-    result: torch.Tensor = reduce(getattr, node.op.split("."), _Ops())(*args, **kwargs)
+    result: torch.Tensor = _operator(node.op)(*args, **kwargs)
     return result.to(dtype)
 
 
-class _Ops:
-    """So that `aten.mm.default` is found by its dotted name."""
-
-    aten = torch.ops.aten
+def _operator(name: str) -> Any:
+    """The operator of a name such as `aten.mm.default`."""
+    return reduce(getattr, name.split("."), torch.ops)

@@ -1,4 +1,4 @@
-"""What the compiler needs to know of a family of models. One instance per family, in a file of its own beside this one."""
+"""What the compiler needs to know of a family of models. Each family is a file of its own beside this one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Tables:
     """What attention needs to know of the tokens' layout.
 
     `cos` and `sin` are (S, head_dim); the first half of `sin` is negated, so that rotating by half a head is
-    `x * cos + roll(x, head_dim / 2) * sin`. `mask` is (S, S), 0 where the row may look at the column, else a large negative
-    number.
+    `x * cos + roll(x, head_dim / 2) * sin`. `mask` is (S, S), 0 where the row may look at the column, else a large
+    negative number.
     """
 
     cos: torch.Tensor
@@ -29,9 +29,10 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """A weight of a decoder layer: its short name (`q`), its name in the checkpoint after the layer's prefix, its shape.
+    """A weight of a decoder layer.
 
-    `module` names the linear module (`self_attn.q_proj`) where the weight is a matrix that may carry a LoRA branch.
+    `name` is its short name (`q`), `tensor` its name in the checkpoint after the layer's prefix. `module` names the
+    linear module (`self_attn.q_proj`) where the weight is a matrix that may carry a LoRA branch.
     """
 
     name: str
@@ -49,7 +50,6 @@ class Architecture:
     """A family of decoder models.
 
     `neutral` lists keys of `config.json` that change the mathematics unless they have one of the given values.
-
     """
 
     model_type: str

@@ -23,11 +23,11 @@ _UNDERSTOOD = {
 }  # fmt: skip
 #: Keys that say nothing about what a trained step computes.
 _INERT = {
-    "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range",
-    "max_position_embeddings", "transformers_version", "transformers.js_config", "use_cache", "name_or_path", "unsloth_version",
-    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "problem_type", "id2label", "label2id",
-    "task_specific_params", "tokenizer_class", "is_decoder", "torchscript", "use_bfloat16", "max_length", "_name_or_path",
-    "_attn_implementation_autoset", "finetuning_task", "prefix",
+    "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "prefix",
+    "initializer_range", "max_position_embeddings", "transformers_version", "transformers.js_config", "use_cache",
+    "name_or_path", "_name_or_path", "unsloth_version", "output_attentions", "output_hidden_states", "return_dict",
+    "return_dict_in_generate", "problem_type", "id2label", "label2id", "task_specific_params", "tokenizer_class",
+    "is_decoder", "torchscript", "use_bfloat16", "max_length", "_attn_implementation_autoset", "finetuning_task",
 }  # fmt: skip
 #: Keys of any family that must have one of these values, if they are there at all.
 _NEUTRAL: dict[str, tuple[object, ...]] = {

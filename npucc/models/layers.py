@@ -30,8 +30,8 @@ def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
 def inverse_frequencies(rope: Rope, head_dim: int) -> npt.NDArray[np.float32]:
     """(head_dim / 2,) angular speeds per position, computed in f32 as `transformers.modeling_rope_utils` does.
 
-    `linear` divides them by its factor (Chen et al. 2023); `llama3` does so for wavelengths beyond the original context,
-    not at all for short ones, and interpolates between (Llama 3.1's scaling).
+    `linear` divides them by its factor (Chen et al. 2023); `llama3` does so for wavelengths beyond the original
+    context, not at all for short ones, and interpolates between (Llama 3.1's scaling).
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.int64).astype(np.float32) / np.float32(head_dim)
     speeds = torch.tensor(1.0) / torch.tensor(rope.theta) ** torch.from_numpy(exponents)

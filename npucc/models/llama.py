@@ -75,7 +75,8 @@ LLAMA = Architecture(
     neutral={
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        # transformers splits products over `pretraining_tp` slices, which changes nothing but rounding; the key is obsolete
+        # transformers splits products over `pretraining_tp` slices, which changes nothing but rounding; the key is
+        # obsolete
         "pretraining_tp": (1, None),
         "rope_interleaved": (False,),
         "is_llama_config": (True,),

@@ -1,4 +1,4 @@
-"""Mistral 7B (Jiang et al. 2023): Llama's layer, with attention limited to a sliding window where the config has one."""
+"""Mistral 7B (Jiang et al. 2023): Llama's layer, its attention limited to a sliding window where the config says so."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""One operator for each meaning: the many spellings that ATen has for views, copies and scalar arithmetic become one."""
+"""One operator for each meaning: ATen's many spellings of views, copies and scalar arithmetic become one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from npubundle.tensor import TensorType
 from npucc.errors import InternalError
 from npucc.graph import Graph, Node, Ref
 from npucc.passes.rewriting import Replacement, rewrite
@@ -47,73 +48,67 @@ _FILLS: dict[str, Callable[[Node], object]] = {
 
 def canonicalize(graph: Graph) -> Graph:
     """Reshapes are `view`, axis swaps `permute`, fills `full`, and scalar overloads their tensor overloads."""
-    types = graph.types
 
-    def rule(node: Node) -> Replacement:  # noqa: PLR0911 -- one return per family of operators
-        if node.op in _IDENTITIES:
-            return _only(node)
-        if node.op in _RESHAPES:
-            return [dataclasses.replace(node, op="aten.view.default", args=(node.args[0], node.type.shape), kwargs=())]
-        if node.op in {"aten.t.default", "aten.transpose.int"}:
-            axes = _swapped(len(node.type.shape), node)
-            return [dataclasses.replace(node, op="aten.permute.default", args=(node.args[0], axes))]
-        if node.op in _FILLS:
-            value = _FILLS[node.op](node)
-            if not isinstance(value, int | float):
-                raise InternalError(f"{node.op} fills with {value!r}")
-            value = float(value) if node.type.dtype in _FLOATS else int(value)
-            return [dataclasses.replace(node, op="aten.full.default", args=(node.type.shape, value), kwargs=())]
-        if node.op in _RENAMED:
-            node = dataclasses.replace(node, op=_RENAMED[node.op])
-        if node.op in {"aten.add.Tensor", "aten.sub.Tensor"}:
-            return _without_alpha(node)
-        if node.op == "aten.pow.Tensor_Scalar":
-            return _power(node)
-        if node.op == "aten.sum.default":
-            axes = tuple(range(len(types[_only(node)].shape)))
-            return [dataclasses.replace(node, op="aten.sum.dim_IntList", args=(node.args[0], axes))]
-        if node.op == "aten.select.int" and types[_only(node)].shape[_axis(node)] == 1:
-            return [dataclasses.replace(node, op="aten.view.default", args=(node.args[0], node.type.shape))]
-        return [node]
+    def rule(node: Node) -> Replacement:
+        node = dataclasses.replace(node, op=_RENAMED.get(node.op, node.op))
+        respell = _SPELLINGS.get(node.op)
+        return respell(node, graph.types) if respell else [node]
 
     return rewrite(graph, rule)
 
 
-def _only(node: Node) -> str:
-    ref = node.args[0]
-    if not isinstance(ref, Ref):
-        raise InternalError(f"{node.op} of a literal")
-    return ref.name
+Types = Mapping[str, TensorType]
 
 
-def _axis(node: Node) -> int:
-    axis = node.args[1]
-    if not isinstance(axis, int):
-        raise InternalError(f"{node.op} along {axis!r}")
-    return axis
+def _identity(node: Node, _: Types) -> Replacement:
+    return _only(node)
 
 
-def _swapped(rank: int, node: Node) -> tuple[int, ...]:
-    axes = list(range(rank))
-    first, second = (-2, -1) if node.op == "aten.t.default" else node.args[1:]
-    if rank > 1:
-        axes[first], axes[second] = axes[second], axes[first]  # type: ignore[index, call-overload]
-    return tuple(axes)
+def _reshape(node: Node, _: Types) -> Replacement:
+    return [dataclasses.replace(node, op="aten.view.default", args=(node.args[0], node.type.shape), kwargs=())]
 
 
-def _without_alpha(node: Node) -> Replacement:
+def _swap(node: Node, _: Types) -> Replacement:
+    axes = list(range(len(node.type.shape)))
+    first, second = (-2, -1) if node.op == "aten.t.default" else (_axis(node, 1), _axis(node, 2))
+    if len(axes) > 1:
+        axes[first], axes[second] = axes[second], axes[first]
+    return [dataclasses.replace(node, op="aten.permute.default", args=(node.args[0], tuple(axes)))]
+
+
+def _fill(node: Node, _: Types) -> Replacement:
+    value = _FILLS[node.op](node)
+    if not isinstance(value, int | float):
+        raise InternalError(f"{node.op} fills with {value!r}")
+    value = float(value) if node.type.dtype in _FLOATS else int(value)
+    return [dataclasses.replace(node, op="aten.full.default", args=(node.type.shape, value), kwargs=())]
+
+
+def _sum_of_all(node: Node, types: Types) -> Replacement:
+    axes = tuple(range(len(types[_only(node)].shape)))
+    return [dataclasses.replace(node, op="aten.sum.dim_IntList", args=(node.args[0], axes))]
+
+
+def _select(node: Node, types: Types) -> Replacement:
+    """The only element of an axis is the tensor without that axis."""
+    return _reshape(node, types) if types[_only(node)].shape[_axis(node, 1)] == 1 else [node]
+
+
+def _without_alpha(node: Node, types: Types) -> Replacement:
     """`add(a, b, alpha=c)` as `add(a, mul(b, c))`."""
     alpha = dict(node.kwargs).get("alpha", node.args[2] if len(node.args) > 2 else 1)
     plain = dataclasses.replace(node, args=node.args[:2], kwargs=())
     if alpha == 1:
         return [plain]
-    scaled = dataclasses.replace(
-        node, name=f"{node.name}_scaled", op="aten.mul.Tensor", args=(node.args[1], alpha), kwargs=()
-    )
+    second = node.args[1]
+    if not isinstance(second, Ref):
+        raise InternalError(f"{node.op} of a literal with alpha {alpha!r}")
+    kind = TensorType(node.type.dtype, types[second.name].shape)
+    scaled = Node(f"{node.name}_scaled", "aten.mul.Tensor", (second, alpha), (), kind)
     return [scaled, dataclasses.replace(plain, args=(node.args[0], Ref(scaled.name)))]
 
 
-def _power(node: Node) -> Replacement:
+def _power(node: Node, _: Types) -> Replacement:
     """Small whole powers as products: exact, and known to every target."""
     base, exponent = node.args
     if exponent == 1:
@@ -124,3 +119,31 @@ def _power(node: Node) -> Replacement:
     if exponent == 2:
         return [square]
     return [square, dataclasses.replace(square, args=(Ref(square.name), base))]
+
+
+_SPELLINGS: dict[str, Callable[[Node, Types], Replacement]] = {
+    **dict.fromkeys(_IDENTITIES, _identity),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(_FILLS, _fill),
+    "aten.t.default": _swap,
+    "aten.transpose.int": _swap,
+    "aten.add.Tensor": _without_alpha,
+    "aten.sub.Tensor": _without_alpha,
+    "aten.pow.Tensor_Scalar": _power,
+    "aten.sum.default": _sum_of_all,
+    "aten.select.int": _select,
+}
+
+
+def _only(node: Node) -> str:
+    ref = node.args[0]
+    if not isinstance(ref, Ref):
+        raise InternalError(f"{node.op} of a literal")
+    return ref.name
+
+
+def _axis(node: Node, position: int) -> int:
+    axis = node.args[position]
+    if not isinstance(axis, int):
+        raise InternalError(f"{node.op} along {axis!r}")
+    return axis

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from npubundle.tensor import TensorType
-from npucc.graph import Graph, Node, Ref
+from npucc.graph import Arg, Graph, Node, Ref
 from npucc.passes.rewriting import Replacement, rewrite
 
 #: Elementwise operators with broadcasting.
@@ -25,27 +27,24 @@ def drop_expands(graph: Graph) -> Graph:
     expanded: dict[str, tuple[Ref, TensorType]] = {}  # value that is an expand -> the small value behind it
     types = dict(graph.types)
 
-    def source(arg: object) -> object:
+    def source(arg: Arg) -> Arg:
         return expanded[arg.name][0] if isinstance(arg, Ref) and arg.name in expanded else arg
 
     def rule(node: Node) -> Replacement:
         if node.op == "aten.expand.default" and isinstance(node.args[0], Ref):
-            small = expanded.get(node.args[0].name, (node.args[0], types[node.args[0].name]))
-            expanded[node.name] = small
+            behind = node.args[0]
+            expanded[node.name] = expanded.get(behind.name, (behind, types[behind.name]))
             return [node]
-        if node.op in BROADCASTING:
-            args = tuple(source(arg) for arg in node.args)
-            shapes = [types[arg.name].shape for arg in args if isinstance(arg, Ref)]
-            shape = broadcast(shapes)
-            if args != node.args and shape == node.type.shape:
-                return [Node(node.name, node.op, args, node.kwargs, node.type)]  # type: ignore[arg-type]
-            if args != node.args:
-                small = Node(f"{node.name}_small", node.op, args, node.kwargs, TensorType(node.type.dtype, shape))  # type: ignore[arg-type]
-                types[small.name] = small.type
-                expanded[node.name] = (Ref(small.name), small.type)
-                grown = Node(node.name, "aten.expand.default", (Ref(small.name), node.type.shape), (), node.type)
-                return [small, grown]
-        return [node]
+        args = tuple(source(arg) for arg in node.args)
+        if node.op not in BROADCASTING or args == node.args:
+            return [node]
+        shape = broadcast([types[arg.name].shape for arg in args if isinstance(arg, Ref)])
+        if shape == node.type.shape:
+            return [dataclasses.replace(node, args=args)]
+        small = Node(f"{node.name}_small", node.op, args, node.kwargs, TensorType(node.type.dtype, shape))
+        types[small.name] = small.type
+        expanded[node.name] = (Ref(small.name), small.type)
+        return [small, Node(node.name, "aten.expand.default", (Ref(small.name), node.type.shape), (), node.type)]
 
     return rewrite(graph, rule)
 

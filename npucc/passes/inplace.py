@@ -13,8 +13,8 @@ _ALIGNED = BROADCASTING | {"aten.sqrt.default", "aten.exp.default", "aten.neg.de
 def inplace_pairs(graph: Graph, wanted: dict[str, str]) -> tuple[tuple[int, int], ...]:
     """Indices (output, input) for the names in `wanted`, after proving that sharing memory is safe in any valid order.
 
-    Safe means: the output is computed by an elementwise operator, and every other reader of the input is an ancestor of it, so
-    that nothing reads the input after the output is written.
+    Safe means: the output is computed by an elementwise operator, and every other reader of the input is an ancestor of
+    it, so that nothing reads the input after the output is written.
     """
     outputs = dict(graph.outputs)
     names = [name for name, _ in graph.outputs]

@@ -1,9 +1,9 @@
 """Splits a joint forward-and-backward graph in two, and chooses what forward keeps for backward.
 
-What is kept is a minimum cut, in bytes, between what is too dear to compute twice (matrix products and softmax) and what
-backward reads, as in Chen et al. 2016 and the min-cut partitioner of functorch (He, Yu 2023). Inputs of the joint graph cost
-nothing: backward receives them again. Among cuts of equal size the one nearest to backward is taken, so that values are kept
-in the layout in which backward wants them.
+What is kept is a minimum cut, in bytes, between what is too dear to compute twice (matrix products and softmax) and
+what backward reads, as in Chen et al. 2016 and the min-cut partitioner of functorch (He, Yu 2023). Inputs of the joint
+graph cost nothing: backward receives them again. Among cuts of equal size the one nearest to backward is taken, so that
+values are kept in the layout in which backward wants them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import networkx
+import networkx as nx
 
 from npucc.graph import Graph, Value
 from npucc.passes.dead_code import remove_dead_code
@@ -56,7 +56,7 @@ def _downstream(graph: Graph, sources: set[str]) -> set[str]:
 
 def _minimum_cut(joint: Graph, backward: set[str]) -> list[str]:
     """Values of forward to keep, in the order in which forward computes them."""
-    network = networkx.DiGraph()
+    network = nx.DiGraph()
     network.add_nodes_from(["source", "sink"])
     for node in joint.nodes:
         if node.name in backward:
@@ -69,7 +69,7 @@ def _minimum_cut(joint: Graph, backward: set[str]) -> list[str]:
         for user in joint.users[node.name]:
             end = "sink" if user.name in backward else (user.name, "in")
             network.add_edge((node.name, "out"), end, capacity=math.inf)
-    _, (near_source, _) = networkx.minimum_cut(network, "source", "sink")
+    _, (near_source, _) = nx.minimum_cut(network, "source", "sink")
     return [
         node.name for node in joint.nodes if (node.name, "in") in near_source and (node.name, "out") not in near_source
     ]

@@ -1,4 +1,7 @@
-"""The `cpu` target: a part is an ONNX model that onnxruntime runs. Also the form of host parts in bundles of other targets."""
+"""The `cpu` target: a part is an ONNX model that onnxruntime runs.
+
+It is also the form of host parts in bundles of other targets.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from npucc.targets.target import CutPolicy
 NAME = "cpu"
 MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 
-#: Whole layers, few and large parts; slices of the vocabulary small enough that a block of logits stays near the caches.
+#: Whole layers, few and large parts; slices of the vocabulary small enough that a block of logits stays near the
+#: caches.
 CUT = CutPolicy(head_rows=128, head_slice=16384)
 
 #: Budget of the activation policy `auto` where the recipe has none: a training host with 16 GiB.

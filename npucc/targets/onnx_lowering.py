@@ -1,12 +1,13 @@
 """From a canonical graph to ONNX, in operators of the standard opset alone.
 
-Direct and small on purpose: every canonical operator has one function below that writes its ONNX nodes. The model has no names,
-paths, versions or comments of the host in it, so that equal graphs give equal bytes anywhere.
+Direct and small on purpose: every canonical operator has one function below that writes its ONNX nodes. The model has
+no names, paths, versions or comments of the host in it, so that equal graphs give equal bytes anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +95,7 @@ class _Writer:
         self._initializers: list[TensorProto] = []
         self._published: dict[str, str] = {}
 
-    def emit(self, op: str, inputs: Sequence[str], output: str, **attributes: object) -> str:
+    def emit(self, op: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Append one ONNX node."""
         self.nodes.append(helper.make_node(op, list(inputs), [output], **attributes))
         return output
@@ -144,7 +145,7 @@ class _Writer:
         model = helper.make_model(
             proto, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name=""
         )
-        return model.SerializeToString(deterministic=True)
+        return bytes(model.SerializeToString(deterministic=True))
 
     def _publish(self, value: str, output: str) -> None:
         """Make a value an output: under the output's name everywhere, so that nothing is copied.
@@ -171,13 +172,8 @@ Handler = Callable[[_Writer, Node], object]
 
 
 def _ints(arg: object) -> list[int]:
-    return (
-        [item for item in arg if isinstance(item, int)]
-        if isinstance(arg, tuple)
-        else [arg]
-        if isinstance(arg, int)
-        else []
-    )
+    items = arg if isinstance(arg, tuple) else (arg,)
+    return [item for item in items if isinstance(item, int)]
 
 
 def _name(arg: object) -> str:
@@ -303,7 +299,7 @@ def _copy(w: _Writer, node: Node) -> None:
 
 
 def _full(w: _Writer, node: Node) -> None:
-    value = np.array([node.args[1]], dtype=_NUMPY[node.type.dtype])
+    value: npt.NDArray[Any] = np.array([node.args[1]], dtype=_NUMPY[node.type.dtype])
     if not node.type.shape:
         w.emit("Identity", [w.constant(value[0])], node.name)
         return
@@ -318,7 +314,7 @@ def _arange(w: _Writer, node: Node) -> None:
 
 
 def _constant(w: _Writer, node: Node) -> None:
-    array = np.array(node.args[0], dtype=_NUMPY[node.type.dtype]).reshape(node.type.shape)
+    array: npt.NDArray[Any] = np.array(node.args[0], dtype=_NUMPY[node.type.dtype]).reshape(node.type.shape)
     w.emit("Identity", [w.constant(array)], node.name)
 
 

@@ -1,1 +1,1 @@
-"""The functions a training step is made of, traced into canonical graphs. Knows models and mathematics, but no target."""
+"""The functions a training step is made of, traced into canonical graphs. Knows models, but no target."""

@@ -13,7 +13,8 @@ from npucc.graph.capture import capture
 from npucc.models.layers import inverse_frequencies
 from npucc.passes import simplify
 
-#: Added to scores that must not count. Bounded: the largest negative number becomes NaN on some devices, and this one fits f16.
+#: Added to scores that must not count. Bounded: the largest negative number becomes NaN on some devices, and this one
+#: fits f16.
 MASKED = -30000.0
 
 
@@ -29,8 +30,8 @@ def embed(config: ModelConfig, seq_len: int) -> Graph:
 def tables(config: ModelConfig, seq_len: int) -> Graph:
     """`positions i32[S]`, `segments i32[S]` -> `cos f32[S,D]`, `sin f32[S,D]`, `mask f32[S,S]`.
 
-    A token sees itself and earlier tokens of its own segment, and with a sliding window only the nearest ones, as in the
-    picture for the segments 1 1 2 2 (. is 0, x is `MASKED`):
+    A token sees itself and earlier tokens of its own segment, and with a sliding window only the nearest ones, as in
+    the picture for the segments 1 1 2 2 (. is 0, x is `MASKED`):
 
         . x x x
         . . x x

@@ -1,11 +1,13 @@
 """The loss: final norm, output projection and cross-entropy, in slices of the vocabulary and blocks of supervised rows.
 
-Neither an S×V tensor nor a product of full width ever exists. For a block of rows x and the slices W₁, W₂, … of the output
-matrix, one pass keeps, per row, the largest logit m so far, s = Σ exp(z − m) and a = Σ exp(z − m) · W; whenever m grows, s and
-a are scaled down, as in online softmax (Milakov and Gimelshein 2018). At the end log s + m is the log-sum-exp, and a / s − W[label]
-is the gradient of the loss: each slice is read once, and its logits are computed once.
+Neither an S×V tensor nor a product of full width ever exists. For a block of rows x and the slices W₁, W₂, … of the
+output matrix, one pass keeps, per row, the largest logit m so far, s = Σ exp(z − m) and a = Σ exp(z − m) · W; whenever
+m grows, s and a are scaled down, as in online softmax (Milakov and Gimelshein 2018). At the end log s + m is the
+log-sum-exp, and a / s − W[label] is the gradient of the loss: each slice is read once, and its logits are computed
+once.
 
-The reference uses two passes instead (log-sum-exp first, then automatic differentiation), so that the two cannot share a fault.
+The reference uses two passes instead (log-sum-exp first, then automatic differentiation), so that the two cannot share
+a fault.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from npucc.graph import Graph
 from npucc.graph.capture import capture
 from npucc.models.layers import rms_norm
 from npucc.passes import simplify
+from npucc.training.differentiate import vjp, vjp_with_extra
 
 #: Lower than every logit, and bounded.
 LOWEST = -1e30
@@ -28,7 +31,7 @@ LOWEST = -1e30
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of the head: S positions, `blocks` blocks of `rows` supervised rows, slices of the vocabulary (start, stop)."""
+    """Sizes of the head: S positions, blocks of `rows` supervised rows, slices of the vocabulary (start, stop)."""
 
     seq_len: int
     rows: int
@@ -125,7 +128,7 @@ def finish(config: ModelConfig, shape: HeadShape) -> Graph:
     ) -> Sequence[torch.Tensor]:  # fmt: skip
         losses = (torch.log(total) + top - label_logit) * weights
         dx = (mixed / total[:, None] - label_row) * weights[:, None]
-        _, pull_back = torch.func.vjp(lambda g: rms_norm(g, norm, config.rms_norm_eps), h.index_select(0, rows))
+        _, pull_back = vjp(lambda g: rms_norm(g, norm, config.rms_norm_eps), h.index_select(0, rows))
         return losses, pull_back(dx)[0]
 
     inputs = {
@@ -226,7 +229,7 @@ def score_finish(shape: HeadShape) -> Graph:
 
 
 def logits_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
-    """`x (n, H)`, `weight (width, H)` -> `logits (width, n)`: transposed, so that slices lie one after the other in memory."""
+    """`x (n, H)`, `weight (width, H)` -> `logits (width, n)`: transposed, so that slices join end to end in memory."""
     inputs = {"x": _block(config, shape), "weight": TensorType("f32", (width, config.hidden_size))}
     return simplify(capture(f"logits.slice.{width}", lambda x, weight: [weight @ x.t()], inputs, ["logits"]))
 
@@ -244,7 +247,8 @@ def reference_lse(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
 def reference_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
     """Second pass: this slice's share of the loss and, by automatic differentiation, of the gradient of the block.
 
-    With the log-sum-exp L known, Σ exp(z − L) has the gradient of L itself, since L's own dependence on z is what is summed.
+    With the log-sum-exp L known, Σ exp(z − L) has the gradient of L itself, since L's own dependence on z is what is
+    summed.
     """
 
     def function(
@@ -259,7 +263,7 @@ def reference_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
             picked = torch.where(hit, logits, torch.zeros(())).sum(1)
             return torch.exp(logits - lse[:, None]).sum(1) - picked, picked
 
-        _, pull_back, picked = torch.func.vjp(share, x, has_aux=True)
+        _, pull_back, picked = vjp_with_extra(share, x)
         return label_logit + picked, dx + pull_back(torch.ones(shape.rows))[0]
 
     inputs = {
@@ -282,7 +286,7 @@ def reference_finish(config: ModelConfig, shape: HeadShape) -> Graph:
         h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor, weights: torch.Tensor,
         lse: torch.Tensor, label_logit: torch.Tensor, dx: torch.Tensor,
     ) -> Sequence[torch.Tensor]:  # fmt: skip
-        _, pull_back = torch.func.vjp(lambda g: rms_norm(g, norm, config.rms_norm_eps), h.index_select(0, rows))
+        _, pull_back = vjp(lambda g: rms_norm(g, norm, config.rms_norm_eps), h.index_select(0, rows))
         return (lse - label_logit) * weights, pull_back(dx * weights[:, None])[0]
 
     inputs = {

@@ -13,6 +13,7 @@ from npucc.graph import Graph
 from npucc.graph.capture import capture
 from npucc.models import Architecture, LayerTensor, Tables
 from npucc.models.config_reader import Model
+from npucc.training.differentiate import vjp
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def joint(model: Model, recipe: Recipe) -> Graph:
         def forward(*chosen: torch.Tensor) -> torch.Tensor:
             return run_layer(architecture, model, recipe, named | dict(zip(trained, chosen, strict=True)), tensors)
 
-        y, pull_back = torch.func.vjp(forward, *(named[name] for name in trained))
+        y, pull_back = vjp(forward, *(named[name] for name in trained))
         return [y, *pull_back(named["dy"])]
 
     outputs = ["y", "dx", *(gradient_name(name) for name, _ in matrices)]

@@ -30,8 +30,8 @@ def accumulate(size: int) -> Graph:
 def clip(size: int) -> Graph:
     """`grad`, `token_count`, `max_norm` -> `grad_norm`, `scale`.
 
-    `grad_norm` is the L2 norm of the mean gradient; `scale` turns the summed gradient into the mean one, limited to `max_norm`
-    with the formula of `torch.nn.utils.clip_grad_norm_`.
+    `grad_norm` is the L2 norm of the mean gradient; `scale` turns the summed gradient into the mean one, limited to
+    `max_norm` with the formula of `torch.nn.utils.clip_grad_norm_`.
     """
 
     def function(grad: torch.Tensor, token_count: torch.Tensor, max_norm: torch.Tensor) -> Sequence[torch.Tensor]:

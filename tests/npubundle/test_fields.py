@@ -57,14 +57,14 @@ def test_a_record_becomes_a_value() -> None:
 
 
 def test_all_problems_are_reported_with_their_places() -> None:
-    document = {"points": [{"x": True, "y": "1"}, {"x": 10, "lable": ""}], "more": None}
+    document = {"points": [{"x": True, "y": "1"}, {"x": 10, "labels": ""}], "more": None}
     kind = record(lambda fields: fields.need("points", list_of(POINT)))
     assert problems(document, kind) == [
         "points[0].x: must be an integer, is a boolean",
         "points[0].y: must be a finite number, is text",
         "points[1].x: must be at most 9, is 10",
         "points[1].y: is missing",
-        "points[1].lable: is not a known key; did you mean 'label'?",
+        "points[1].labels: is not a known key; did you mean 'label'?",
         "more: is not a known key",
     ]
 

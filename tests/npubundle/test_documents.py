@@ -25,7 +25,7 @@ POLICY = (DOCS / "trust-policy.md").read_text()
 
 def example(name: str) -> bytes:
     """The JSON example of this name, in canonical form."""
-    found = re.search(rf"```{{\.json #{name}}}\n(.*?)```", FORMAT, re.DOTALL)
+    found = re.search(rf"```{{\.json #example-{name}}}\n(.*?)```", FORMAT, re.DOTALL)
     assert found, name
     return canonical.encode(json.loads(found[1]))
 
@@ -37,7 +37,7 @@ def table(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1].splitlines()[2:]]
 
 
-@pytest.mark.parametrize(("name", "document"), [("bundle-manifest", Manifest), ("signature-manifest", Referrer)])
+@pytest.mark.parametrize(("name", "document"), [("manifest", Manifest), ("signature", Referrer)])
 def test_example_manifests(name: str, document: Any) -> None:
     assert document.decode(example(name)).encode() == example(name)
 

@@ -60,6 +60,8 @@ _SPELLING = {
     "tensor(int64)": "i64",
     "tensor(bool)": "bool",
 }
+#: Media type of the payloads that this device runs.
+MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 _ERRORS_ONLY = 3
 _PROVIDERS = ["CPUExecutionProvider"]
 
@@ -93,11 +95,16 @@ class CpuDevice:
     def check(self, parts: Sequence[Part]) -> None:
         """Compare what the parts require (`onnxruntime`, `opset`) with what is installed."""
         problems = Problems()
+        for media_type in sorted({part.media_type for part in parts} - {MEDIA_TYPE}):
+            problems.add("parts", f"{media_type} is no form of part that this device runs")
         wanted = sorted({item for part in parts for item in part.requires.items()})
         for name, version in wanted:
             if name == "onnxruntime":
                 if _numbers(onnxruntime.__version__) < _numbers(version):
                     problems.add(name, f"the bundle needs {version} or later, {onnxruntime.__version__} is installed")
+            elif name == "cpu":
+                if version != "any":
+                    problems.add(name, f"the bundle needs a CPU of level {version}, which this release cannot check")
             elif name == "opset":
                 if not self._knows_opset(version):
                     problems.add(name, f"onnxruntime {onnxruntime.__version__} does not support ONNX opset {version}")

@@ -1,0 +1,161 @@
+"""Does a bundle compute the right gradients on this device? What `npurt check` asks.
+
+The bundle's program and its unfused reference program run the same random sequence with the same random LoRA matrices
+(both factors non-zero, so that both get a gradient), and each trained tensor's gradients are compared by direction and
+length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from npubundle.program import Program
+from npurt.arrays import Array
+from npurt.bundle import Bundle
+from npurt.errors import RuntimeFault
+from npurt.machine import Progress
+from npurt.parameters import uniform
+from npurt.session import Session
+
+#: Bounds for programs that compute in f32. Two orders of the same sums differ by about 1e-6; an error of a rewrite, by
+#: far more than this.
+MIN_COSINE = 0.9999
+MAX_RATIO_ERROR = 1e-3
+#: Size of the random LoRA entries: large enough to be felt, small enough to leave the model's activations in charge.
+_LORA_SIZE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How one tensor's gradient compares with the reference: cosine of the angle, and ratio of the L2 norms."""
+
+    tensor: str
+    cosine: float
+    norm_ratio: float
+
+    @property
+    def good(self) -> bool:
+        """Whether both are within bounds. NaN is not."""
+        return self.cosine >= MIN_COSINE and abs(self.norm_ratio - 1) <= MAX_RATIO_ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    """Outcome of a check. Losses are means over the supervised tokens, in nats."""
+
+    layers: int
+    loss: float
+    reference_loss: float
+    tensors: tuple[Agreement, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether every tensor, and the loss, agrees with the reference."""
+        same_loss = abs(self.loss - self.reference_loss) <= MAX_RATIO_ERROR * abs(self.reference_loss)
+        return same_loss and bool(self.tensors) and all(tensor.good for tensor in self.tensors)
+
+
+def check_gradients(
+    bundle: Bundle,
+    weights: str | Path,
+    *,
+    device: str = "cpu",
+    layers: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> GradientReport:
+    """Compare the gradients of the bundle's program with those of its reference program, on real weights.
+
+    `layers` cuts the model down to its first layers. Raises what `Session.open` raises.
+    """
+    results = []
+    inputs: Mapping[str, Array] = {}
+    for name in ("train", "reference"):
+        with Session.open(
+            bundle,
+            weights,
+            device=device,
+            prepack="off",
+            phases=["micro_step"],
+            layers=layers,
+            program=name,
+            progress=progress,
+        ) as session:
+            inputs = inputs or random_inputs(session.program, bundle.config.model.vocab_size, seed)
+            results.append(_gradients(session, inputs, seed))
+    (loss, gradients), (reference_loss, reference) = results
+    if gradients.keys() != reference.keys():
+        only = ", ".join(sorted(gradients.keys() ^ reference.keys())[:5])
+        raise RuntimeFault(
+            f"the bundle's two programs do not train the same tensors: {only}", remedy="rebuild the bundle"
+        )
+    count = float(inputs["weights"].sum())
+    return GradientReport(
+        layers or bundle.config.model.num_hidden_layers,
+        loss / count,
+        reference_loss / count,
+        tuple(_compare(name, gradients[name], reference[name]) for name in sorted(gradients)),
+    )
+
+
+def random_inputs(program: Program, vocabulary: int, seed: int) -> dict[str, Array]:
+    """One sequence of two documents of random tokens and some padding, every position that can be supervised.
+
+    The names are those of `docs/reference/program.md`.
+    """
+    length = program.buffers["tokens"].type.elements
+    blocks, width = program.buffers["rows"].type.shape
+    generator = np.random.Generator(np.random.PCG64(seed))
+    tokens = generator.integers(0, vocabulary, length, np.int32)
+    padding = length // 8
+    first = max(1, (length - padding) // 3)
+    second = length - padding - first
+    segments = np.repeat(np.array([1, 2, 0], np.int32), [first, second, padding])
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in (first, second, padding)])
+    same = (segments[:-1] == segments[1:]) & (segments[1:] > 0)
+    supervised = np.flatnonzero(same).astype(np.int32)[: blocks * width]
+    flat = {name: np.zeros(blocks * width, dtype) for name, dtype in _ROWS.items()}
+    flat["rows"][: len(supervised)] = supervised
+    flat["labels"][: len(supervised)] = tokens[supervised + 1]
+    flat["weights"][: len(supervised)] = 1
+    return {
+        "tokens": tokens,
+        "positions": positions,
+        "segments": segments,
+        **{name: array.reshape(blocks, width) for name, array in flat.items()},
+        "blocks": np.array(max(1, math.ceil(len(supervised) / width)), np.int32),
+        "accumulate": np.zeros((), np.float32),
+    }
+
+
+_ROWS = {"rows": np.int32, "labels": np.int32, "weights": np.float32}
+
+
+def _gradients(session: Session, inputs: Mapping[str, Array], seed: int) -> tuple[float, dict[str, Array]]:
+    """The summed loss, and the gradient of each exported tensor that the (perhaps cut) program computes."""
+    program = session.program
+    for name, value in inputs.items():
+        session.write(name, value)
+    trained = {b.name: b for b in program.with_role("param") if b.tensor}
+    for name, buffer in trained.items():
+        session.write(name, uniform(buffer.tensor or name, buffer.type.shape, _LORA_SIZE, seed).astype(np.float32))
+    session.run("micro_step")
+    written = {operand.buffer for call in program.calls("micro_step") for operand in call.results}
+    gradients = {}
+    for name, buffer in trained.items():
+        view = "grad_step." + name.removeprefix("lora.")
+        if view in written and buffer.tensor:
+            gradients[buffer.tensor] = session.read(view).astype(np.float64)
+    return float(session.read("loss_sum")), gradients
+
+
+def _compare(name: str, found: Array, reference: Array) -> Agreement:
+    norm, wanted = float(np.linalg.norm(found)), float(np.linalg.norm(reference))
+    if norm == 0 or wanted == 0:  # random inputs never give a gradient of zero: both programs are wrong then
+        return Agreement(name, 0.0, 0.0)
+    return Agreement(name, float(np.vdot(found, reference)) / (norm * wanted), norm / wanted)

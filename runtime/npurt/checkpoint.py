@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from npubundle import canonical, strictjson
+from npubundle.atomic import write_synced
 from npubundle.digest import digest_field, sha256_of
 from npubundle.errors import Error, FileError, IntegrityError, os_failure
 from npubundle.fields import Fields, Kind, Place, anything, dict_of, integer, read, record, text
@@ -26,7 +27,7 @@ from npurt.config import TrainConfig
 from npurt.engine import Array
 from npurt.errors import MismatchError
 from npurt.export.peft import require_finite
-from npurt.storage import new_folder, remove_folder, write_new
+from npurt.storage import new_folder, remove_folder
 
 #: Version of `state.json`. 1 (2026-12): first release.
 STATE_VERSION = 1
@@ -105,7 +106,7 @@ def save(
         raise FileError("a checkpoint of this step exists", where=str(target), remedy=f"rm -r {target}")
     with new_folder(target, sum(map(len, files.values())), doing=doing) as partial:
         for name, data in files.items():
-            write_new(partial / name, data)
+            write_synced(partial / name, data)
     return target
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from npubundle.atomic import sync_folder, write_synced
 from npubundle.errors import ResourceError, os_failure
 
 #: Ending of names that are not yet, or never will be, complete.
@@ -35,23 +36,6 @@ def require_space(folder: Path, needed: int, doing: str) -> None:
         )
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file that does not exist yet and force it to the disk. Raises OSError."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Force the names of a folder to the disk. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def place_files(folder: Path, files: dict[str, bytes], *, doing: str) -> None:
     """Put files into a folder, replacing those of the same names, in the order of `files`.
 
@@ -66,7 +50,7 @@ def place_files(folder: Path, files: dict[str, bytes], *, doing: str) -> None:
         require_space(folder, sum(map(len, changed.values())), doing)
         for name, path in partial.items():
             path.unlink(missing_ok=True)
-            write_new(path, changed[name])
+            write_synced(path, changed[name])
         if len(changed) > 1:
             (folder / list(changed)[-1]).unlink(missing_ok=True)
         for name, path in partial.items():
@@ -82,7 +66,7 @@ def place_files(folder: Path, files: dict[str, bytes], *, doing: str) -> None:
 
 @contextmanager
 def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
-    """A folder to fill with `write_new`, which gets the name `target` in one step when the block ends.
+    """A folder to fill with `write_synced`, which gets the name `target` in one step when the block ends.
 
     When the block fails, nothing of it remains. `target` must not exist. Raises `ResourceError` or `FileError`.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -13,6 +13,8 @@ import numpy as np
 
 from npubundle.errors import ResourceError
 from npubundle.fields import Problems
+from npubundle.program import Program
+from npubundle.recipe import Recipe
 from npurt import checkpoint, evaluation
 from npurt.batches import Layout
 from npurt.checkpoint import Checkpoint, RunState
@@ -56,18 +58,25 @@ class Trainer:
         device: str = "cpu",
         init_adapter: str | Path | None = None,
         planned_micro_steps: int | None = None,
+        phases: Sequence[str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Check the weights against the bundle, load them, and initialize the adapter.
 
         `init_adapter` is the folder of a PEFT adapter to start from. `planned_micro_steps` is the length of the run,
-        for `prepack="auto"`, where the configuration gives no number of steps. Raises `MismatchError` if weights or
-        adapter do not fit the bundle, with all that does not fit; `DeviceError` if the device cannot take them.
+        for `prepack="auto"`, where the configuration gives no number of steps. `phases` are loaded now, others when
+        they first run; None: those of training. `progress` is called with (done, all) while loading.
+
+        Raises `MismatchError` if weights or adapter do not fit the bundle, with all that does not fit; `DeviceError` if
+        the device cannot take them. The bundle must stay open as long as the trainer.
         """
         from npurt.session import Session
 
         config = config or TrainConfig()
         if config.steps is not None:
             planned_micro_steps = config.steps * config.accum
+        # Before the weights are loaded, which takes longer.
+        start = None if init_adapter is None else _adapter(init_adapter, bundle.program(), bundle.config.recipe)
         session = Session.open(
             bundle,
             weights,
@@ -75,8 +84,14 @@ class Trainer:
             prepack=config.prepack,
             threads=config.threads,
             expected_micro_steps=planned_micro_steps,
+            phases=phases,
+            progress=progress,
         )
-        self._attach(session, weights, config, init_adapter)
+        try:
+            self._attach(session, weights, config, start)
+        except BaseException:
+            session.close()
+            raise
 
     @classmethod
     def on(
@@ -87,13 +102,17 @@ class Trainer:
         *,
         init_adapter: str | Path | None = None,
     ) -> Trainer:
-        """A trainer on an engine that is open already; `close` closes it. `weights` is the folder of the tokenizer."""
+        """A trainer on an engine that is open already; `close` closes it. `weights` is the folder of the tokenizer.
+
+        Raises `MismatchError` if the adapter does not fit; the engine is then left open.
+        """
+        start = None if init_adapter is None else _adapter(init_adapter, engine.program, engine.config.recipe)
         trainer = cls.__new__(cls)
-        trainer._attach(engine, weights, config or TrainConfig(), init_adapter)  # noqa: SLF001 -- of this very class
+        trainer._attach(engine, weights, config or TrainConfig(), start)  # noqa: SLF001 -- of this very class
         return trainer
 
     def _attach(
-        self, engine: Engine, weights: str | Path, config: TrainConfig, init_adapter: str | Path | None
+        self, engine: Engine, weights: str | Path, config: TrainConfig, start: Mapping[str, Array] | None
     ) -> None:
         self._engine = engine
         self.weights = Path(weights)
@@ -105,14 +124,9 @@ class Trainer:
         self._position: Mapping[str, str | int] | None = None
         self._series: dict[Path, checkpoint.Series] = {}
         self._stop = Stop()
-        try:
-            engine.init_parameters(config.seed)
-            if init_adapter is not None:
-                shapes = {name: engine.program.buffers[view].type.shape for name, view in self._views.items()}
-                self.set_parameters(load_adapter(Path(init_adapter), engine.config.recipe, shapes))
-        except BaseException:
-            engine.close()
-            raise
+        engine.init_parameters(config.seed)
+        if start is not None:
+            self.set_parameters(start)
 
     def __enter__(self) -> Self:
         """The trainer itself."""
@@ -264,8 +278,8 @@ class Trainer:
         Of the checkpoints that this trainer wrote there, the newest `keep_checkpoints` stay. A step that is saved
         already is not saved again. Raises as `save_adapter` does; earlier checkpoints are untouched then.
         """
-        place = Path(folder).absolute()
-        series = self._series.setdefault(place, checkpoint.Series(place, self.config.keep_checkpoints))
+        series = checkpoint.Series(Path(folder), self.config.keep_checkpoints)
+        series = self._series.setdefault(series.folder.absolute(), series)
         return series.save(self._snapshot(), self._adapter_files())
 
     def restore(self, path: str | Path) -> None:
@@ -323,3 +337,9 @@ class Trainer:
             _log.warning("the state before step %d is not saved: %s", self.step + 1, error)
             return
         reason.remedy = f"{reason.remedy}; the state before step {self.step + 1} is in {path}"
+
+
+def _adapter(folder: str | Path, program: Program, recipe: Recipe) -> dict[str, Float32]:
+    """The matrices of a PEFT adapter that fits the program."""
+    shapes = {name: program.buffers[view].type.shape for name, view in parameter_views(program).items()}
+    return load_adapter(Path(folder), recipe, shapes)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npubundle import canonical
+from npubundle import atomic, canonical
 from npubundle.errors import FileError, IntegrityError, ResourceError
-from npurt import MismatchError, TrainConfig, Trainer, checkpoint, storage
+from npurt import MismatchError, TrainConfig, Trainer, checkpoint
 from npurt.export.peft import CONFIG_FILE, WEIGHTS_FILE
 from tests.npurt.simulator import Simulator, random_pack
 
@@ -96,7 +96,7 @@ def test_step_that_another_run_saved(trainer: Trainer, saved: Path, simulated_mo
 def test_full_disk_keeps_the_older_checkpoint(
     trainer: Trainer, saved: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, calls = storage.write_new, 0
+    real, calls = atomic.write_synced, 0
 
     def full(path: Path, data: bytes) -> None:
         nonlocal calls
@@ -105,7 +105,7 @@ def test_full_disk_keeps_the_older_checkpoint(
         if calls >= 3:
             raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "write_new", full)
+    monkeypatch.setattr(checkpoint, "write_synced", full)
     trainer.train_step([random_pack(1)])
     with pytest.raises(ResourceError, match="No space left"):
         trainer.save_checkpoint(saved.parent)
@@ -119,7 +119,7 @@ def test_training_goes_on_when_a_checkpoint_does_not_fit(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(checkpoint, "write_new", full)
+    monkeypatch.setattr(checkpoint, "write_synced", full)
     with Trainer.on(Simulator(), simulated_model, TrainConfig(steps=4, save_every=2)) as trainer:
         assert len(list(trainer.fit(rows, save_to=tmp_path / "out"))) == 4
     assert "step 2 is not saved: cannot save the checkpoint" in caplog.text

@@ -34,7 +34,7 @@ def test_full_disk_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.Monk
         path.write_bytes(data[:3])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(storage, "write_new", full)
+    monkeypatch.setattr(storage, "write_synced", full)
     with pytest.raises(ResourceError, match="cannot save the adapter: No space left"):
         storage.place_files(tmp_path, NEW, doing="save the adapter")
     assert content(tmp_path) == OLD

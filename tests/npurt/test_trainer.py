@@ -263,8 +263,10 @@ def test_rate_needs_a_length(simulated_model: Path) -> None:
         assert [trainer.train_step([random_pack(1)]).lr for _ in range(3)] == [0.25] * 3
 
 
-def test_engine_is_closed_when_the_adapter_does_not_fit(simulated_model: Path, tmp_path: Path) -> None:
+def test_engine_stays_open_when_the_adapter_does_not_fit(simulated_model: Path, tmp_path: Path) -> None:
     simulator = Simulator()
     with pytest.raises(MismatchError):
         Trainer.on(simulator, simulated_model, init_adapter=tmp_path / "none")
+    assert not simulator.closed
+    Trainer.on(simulator, simulated_model).close()
     assert simulator.closed

@@ -1,0 +1,57 @@
+"""`npurt check`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npubundle.errors import ExitCode
+from npurt.cli import common
+from npurt.cli.options import Settings
+from npurt.signals import Signals
+
+if TYPE_CHECKING:
+    from npurt.gradient_check import GradientReport
+
+
+def run(settings: Settings, _signals: Signals) -> int:
+    """Compare gradients; the exit code is 1 if one is out of bounds."""
+    from npurt.gradient_check import MAX_RATIO_ERROR, MIN_COSINE, check_gradients
+
+    progress = common.make_progress(settings)
+    output = common.Output(as_json=settings["json"], progress=progress)
+    with common.open_bundle(settings, progress) as bundle:
+        layers = min(settings["layers"], bundle.config.model.num_hidden_layers)
+        with progress.phase("check", f"{layers} layers of {settings['weights']}") as advance:
+            report = check_gradients(
+                bundle,
+                settings["weights"],
+                device=settings["device"],
+                layers=layers,
+                seed=settings["seed"],
+                progress=advance,
+            )
+    event = {
+        "good": report.good,
+        "layers": report.layers,
+        "loss": report.loss,
+        "reference_loss": report.reference_loss,
+        "bounds": {"cosine": MIN_COSINE, "norm_ratio": MAX_RATIO_ERROR},
+        "tensors": [
+            {"tensor": t.tensor, "cosine": t.cosine, "norm_ratio": t.norm_ratio, "good": t.good} for t in report.tensors
+        ],
+    }
+    bounds = f"bounds: cosine at least {MIN_COSINE}, norm ratio within {MAX_RATIO_ERROR:g} of 1"
+    output.result(f"{_table(report)}\n{bounds}", event)
+    return int(ExitCode.OK if report.good else ExitCode.FIXABLE)
+
+
+def _table(report: GradientReport) -> str:
+    """A line for each tensor, and the losses below."""
+    width = max((len(tensor.tensor) for tensor in report.tensors), default=0)
+    lines = [f"{'tensor':<{width}}  {'cosine':>10}  {'norm ratio':>10}"]
+    for tensor in report.tensors:
+        verdict = "" if tensor.good else "  OUT OF BOUNDS"
+        lines.append(f"{tensor.tensor:<{width}}  {tensor.cosine:>10.7f}  {tensor.norm_ratio:>10.7f}{verdict}")
+    lines.append(f"loss {report.loss:.6f}, reference {report.reference_loss:.6f}")
+    lines.append("gradients agree" if report.good else "gradients do NOT agree")
+    return "\n".join(lines)

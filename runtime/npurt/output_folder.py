@@ -1,0 +1,93 @@
+"""The folder that a run writes to: checked before hours are spent, and kept by one run at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from npubundle.errors import Error, FileError, os_failure
+from npurt import checkpoint
+from npurt.export.peft import require_adapter_folder
+from npurt.storage import PARTIAL, remove_folder, remove_partial, require_space
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of file systems that have none
+
+
+class OutputFolder:
+    """`with OutputFolder(path) as folder:` makes the folder if need be, and keeps other runs out of it meanwhile.
+
+    Raises `FileError` if it holds foreign files (but those of `keep`), checkpoints of an earlier run (unless
+    `overwrite`), cannot be written to, or is in use, and `ResourceError` if there is no room for `needed` bytes. An
+    empty folder is removed again at the end.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False, keep: Iterable[Path] = (), needed: int = 0) -> None:
+        self.path = path
+        self.keep = tuple(keep)
+        self._overwrite = overwrite
+        self._needed = needed
+        self._handle: int | None = None
+
+    def __enter__(self) -> Self:
+        """Claim the folder."""
+        require_adapter_folder(self.path, keep=self.keep)
+        earlier = checkpoint.existing(self.path)
+        if earlier and not self._overwrite:
+            raise FileError(
+                f"the folder holds checkpoints of an earlier run: {', '.join(path.name for path in earlier)}",
+                where=str(self.path),
+                remedy="name another folder, or add --overwrite to delete them",
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._handle = self._lock()
+            probe = self.path / f".probe{PARTIAL}"
+            probe.write_bytes(b"\0")
+            remove_partial(self.path)
+            require_space(self.path, self._needed, "save adapter and checkpoints")
+        except OSError as error:
+            self.__exit__()
+            raise os_failure(error, "write to the output folder") from error
+        except Error:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let others in, and leave no empty folder behind."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+            with suppress(OSError):  # not empty
+                self.path.rmdir()
+
+    def clear_checkpoints(self) -> None:
+        """Delete what the earlier run left, once the new run is certain to start."""
+        for path in checkpoint.existing(self.path):
+            try:
+                remove_folder(path)
+            except OSError as error:
+                raise os_failure(error, "delete the earlier checkpoint") from error
+
+    def _lock(self) -> int:
+        """Open the folder and lock it, as long as it stays open."""
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise FileError(
+                "another run is writing to the folder",
+                where=str(self.path),
+                remedy="wait for it to end, or name another folder",
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                raise
+        return handle

@@ -27,7 +27,7 @@ quiet-env:
 
 .PHONY: demo
 demo: quiet-env ## build, sign, verify and train a real model; minutes, set-up included
-	$(BIN)/python demo/run.py --work $(BUILD)/demo
+	$(BIN)/python demo/run.py --work $(BUILD)/demo --model "$$($(BIN)/python tools/smollm2.py)"
 
 .PHONY: test
 test: quiet-env ## run every test (PYTEST_ARGS="-k name" for some)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,3 +88,17 @@ def test_program_is_on_the_path(node: Node) -> None:
     done = node.run("npurt", "--help")
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
+
+
+def test_golden_bundle_trains_two_steps(node: Node, tmp_path: Path) -> None:
+    golden = max((ROOT / "tests" / "golden").glob("v*"))
+    done = node.run(
+        "npurt", "train", "--bundle", str(golden / "golden.npub"), "--trust", str(golden / "golden.pub"),
+        "--weights", str(golden / "model"), "--data", str(golden / "train.jsonl"), "--steps", "2", "--lr", "1e-2",
+        "--schedule", "constant", "--seed", "7", "--json", "--out", str(tmp_path / "adapter"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [record for record in map(json.loads, done.stdout.splitlines()) if "grad_norm" in record]
+    expected = json.loads((golden / "expected.json").read_text())
+    assert [step["loss"] for step in steps] == pytest.approx(expected["losses"], rel=1e-4)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

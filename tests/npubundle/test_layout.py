@@ -13,7 +13,7 @@ import pytest
 from npubundle.container import open_container, write
 from npubundle.digest import sha256_of
 from npubundle.errors import Error, ExitCode, FileError
-from npubundle.oci import INDEX_MEDIA_TYPE, Descriptor
+from npubundle.oci import ATTESTATION_TYPE, INDEX_MEDIA_TYPE, Descriptor
 from tests.npubundle.samples import attested, blob_path, signed, trusting, unsigned
 
 POLICY = trusting("a")
@@ -109,3 +109,12 @@ def test_folders_that_are_no_layouts(tmp_path: Path) -> None:
     (tmp_path / "oci-layout").unlink()
     os.mkfifo(tmp_path / "oci-layout")
     assert "not a regular file" in refused(tmp_path).what
+
+
+def test_a_signature_that_is_listed_as_something_else(tmp_path: Path) -> None:
+    content = signed("a")
+    write(tmp_path / "b", content)
+    entries = [entry.to_dict() for entry in content.index().manifests]
+    entries[1]["artifactType"] = ATTESTATION_TYPE
+    rewrite_index(tmp_path / "b", manifests=entries)
+    assert f"is listed as {ATTESTATION_TYPE}" in refused(tmp_path / "b").what

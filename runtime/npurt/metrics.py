@@ -16,7 +16,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +27,8 @@ _PACKAGES = ("npurt", "npubundle", "numpy", "onnxruntime", "tokenizers", "safete
 
 def versions() -> dict[str, str]:
     """Versions of what a run depends on; absent packages are left out."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

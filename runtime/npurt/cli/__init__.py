@@ -24,8 +24,9 @@ from npurt.signals import Signals
 DEBUG_VARIABLE = f"{PREFIX}DEBUG"
 
 _EPILOG = """\
-Every option can also come from a variable (NPURT_ and its name, such as NPURT_GRAD_CLIP) or from the file of --config
-(its name as the key, such as grad_clip). A flag wins over the variable, the variable over the file.
+Every option can also come from a variable (NPURT_ and its name, such as NPURT_PROGRESS) or from
+the file of --config (its name as the key, such as eval_every; paths are relative to the file).
+A flag wins over the variable, the variable over the file.
 """
 
 
@@ -52,14 +53,15 @@ COMMANDS = {
         "train",
         "Train an adapter with a bundle, the weights of a model, and data.",
         tables.TRAIN,
-        "npurt train --bundle llama.npub --trust dev.pub --weights models/llama --data train.jsonl "
-        "--steps 400 --accum 4 --out ./adapter",
+        "npurt train --bundle llama.npub --trust dev.pub --weights models/llama \\\n"
+        "              --data train.jsonl --steps 400 --accum 4 --out ./adapter",
     ),
     "eval": Command(
         "evaluate",
         "Measure loss, perplexity and accuracy on data, of the base model or with an adapter.",
         tables.EVAL,
-        "npurt eval --bundle llama.npub --trust dev.pub --weights models/llama --data held.jsonl --adapter ./adapter",
+        "npurt eval --bundle llama.npub --trust dev.pub --weights models/llama \\\n"
+        "             --data held.jsonl --adapter ./adapter",
     ),
     "check": Command(
         "check",
@@ -91,7 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = _Parser(
         prog="npurt",
-        description="Train language models with bundles that npucc compiled. docs: docs/how-to/train.md",
+        usage="npurt [--help] [--version] COMMAND [OPTIONS]",
+        description="Train language models with bundles that npucc compiled: no torch, no transformers, no compiler.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and stop")
@@ -99,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
             name,
+            usage=f"npurt {name} [OPTIONS]{' BUNDLE' if command.positional else ''}",
             help=command.summary,
             description=command.summary,
             epilog=f"{_EPILOG}\nExample:\n  {command.example}",

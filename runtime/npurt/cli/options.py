@@ -1,8 +1,8 @@
 """Options that come from flags, the environment or a TOML file, with one table of them for all three and for the help.
 
 The option `grad-clip` is the flag `--grad-clip`, the variable `NPURT_GRAD_CLIP` and the key `grad_clip`. A flag wins
-over the variable, the variable over the file, the file over the default. All problems are reported at once, each with
-the place that the value came from.
+over the variable, the variable over the file, the file over the default. Paths in a file are relative to the file. All
+problems are reported at once, each with the place that the value came from.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _read_file(path: str, table: Mapping[str, Option], problems: Problems) -> di
     def build(fields: Fields) -> dict[str, Any]:
         known = [option for option in table.values() if not option.from_flag_only]
         found = {option.key: fields.take(option.key, _in_toml(option), None) for option in known}
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: _beside(table[key], value, path) for key, value in found.items() if value is not None}
 
     try:
         return read(document, record(build), what="the configuration", error=UsageError)
@@ -227,6 +227,14 @@ def _read_file(path: str, table: Mapping[str, Option], problems: Problems) -> di
         for problem in error.problems:
             problems.add(f"{path}: {problem.where}", problem.what)
         return {}
+
+
+def _beside(option: Option, value: Any, config: str) -> Any:
+    """A path in a file is relative to the file."""
+    if option.form not in {FILE, FOLDER}:
+        return value
+    folder = Path(config).parent
+    return tuple(str(folder / one) for one in value) if option.many else str(folder / value)
 
 
 def _in_toml(option: Option) -> Kind[Any]:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from npubundle import canonical
+from npubundle.container import Container
 from npubundle.errors import FormatError
 from npubundle.fields import Fields, dict_of, first_duplicate, integer, list_of, read, record, text
 from npubundle.model_config import MODEL_CONFIG, ModelConfig
+from npubundle.oci import name_field
 from npubundle.part import DIGEST, PART, Part
 from npubundle.recipe import RECIPE, Recipe
 from npubundle.strictjson import parse_canonical
@@ -60,6 +62,14 @@ class BundleConfig:
     programs: Mapping[str, str]
     memory: Memory
 
+    @classmethod
+    def of(cls, container: Container) -> BundleConfig:
+        """The `bundle.json` of an opened bundle. Its name must be the manifest's, which is the one that was signed."""
+        config = cls.decode(container.config_bytes)
+        if config.name != container.name:
+            raise FormatError(f"bundle.json has the name {config.name!r}, the manifest {container.name!r}")
+        return config
+
     def part(self, name: str) -> Part:
         """The part of this name. Raises KeyError."""
         for part in self.parts:
@@ -108,7 +118,7 @@ def _memory(fields: Fields) -> Memory:
 def _config(fields: Fields) -> BundleConfig:
     fields.need("format_version", integer(FORMAT_VERSION, FORMAT_VERSION))
     config = BundleConfig(
-        name=fields.need("name", text(max_length=200)),
+        name=fields.need("name", name_field()),
         model=fields.need("model", MODEL_CONFIG),
         recipe=fields.need("recipe", RECIPE),
         target=fields.need("target", record(_target)),

@@ -32,7 +32,7 @@ def inspect(
 
 def describe(opened: Container) -> dict[str, Any]:
     """The bundle as plain values."""
-    config = BundleConfig.decode(opened.config_bytes)
+    config = BundleConfig.of(opened)
     numerics = [a.statement.predicate for a in opened.attestations if a.statement.predicate_type == NUMERICS]
     measured = numerics[0]["parts"] if numerics else {}
     return {

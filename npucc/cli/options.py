@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from npubundle.fields import Fields, anything, read, record, text
+from npubundle.oci import name_field
 from npubundle.recipe import RECIPE, Activations, Mode, Recipe
 from npubundle.trust import TrustPolicy
 from npubundle.verdict import Verdict
@@ -149,6 +150,8 @@ def build_options(file: Path | None, flags: dict[str, Any], ignore_keys: list[st
             "no model is given", remedy="add --model DIR, --model config.json, or `model` to the recipe file"
         )
     name = flags.get("name") or given.name
+    if name is not None:
+        read(name, name_field(), what="the bundle's name", error=UsageError)
     return BuildOptions(model, recipe, flags["target"] or given.target or "cpu", name, tuple(ignore_keys or ()))
 
 

@@ -20,7 +20,7 @@ def verify(
 ) -> None:
     """Check signatures against the trust policy, and every byte against its digest. Exit 5 if anything is amiss."""
     with open_container(bundle, o.policy(trust)) as opened:
-        config = BundleConfig.decode(opened.config_bytes)
+        config = BundleConfig.of(opened)
         document = {"name": config.name, "digest": opened.manifest_digest, "verified": o.show_verdict(opened.verdict)}
         verdict, blobs = opened.verdict, len(opened.blobs)
     signers = (

@@ -26,7 +26,7 @@ class Bundle:
     def __init__(self, container: Container) -> None:
         """Read `bundle.json` of a container that is open. Raises `FormatError` if it is not valid."""
         self._container = container
-        self.config = BundleConfig.decode(container.config_bytes)
+        self.config = BundleConfig.of(container)
         self.parts: Mapping[str, Part] = {part.name: part for part in self.config.parts}
         self._programs: dict[str, Program] = {}
 
@@ -50,6 +50,11 @@ class Bundle:
     def manifest_digest(self) -> str:
         """Digest of the manifest: it identifies the bundle's content, and is what signatures are about."""
         return self._container.manifest_digest
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why the bundle is not trusted, where the policy's mode is `warn` and it is used all the same."""
+        return self._container.verdict.warnings
 
     def program(self, name: str = "train") -> Program:
         """A program, checked against the parts that it calls. Raises `FormatError` if it is missing or not valid."""

@@ -89,7 +89,7 @@ def _node(node: torch.fx.Node, names: Mapping[torch.fx.Node, str]) -> Node:
     if not isinstance(result, torch.Tensor):
         raise InternalError(f"operator {node.target} has more than one output")
     arg = _arg_reader(names)
-    kwargs = tuple((key, arg(value)) for key, value in node.kwargs.items() if key not in _PLACEMENT)
+    kwargs = tuple((key, arg(value)) for key, value in sorted(node.kwargs.items()) if key not in _PLACEMENT)
     return Node(names[node], str(node.target), tuple(map(arg, node.args)), kwargs, _type(result))
 
 

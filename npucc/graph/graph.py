@@ -41,7 +41,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`name = op(*args, **kwargs)`, of type `type`."""
+    """`name = op(*args, **kwargs)`, of type `type`. Keyword arguments are sorted by name."""
 
     name: str
     op: str

@@ -12,6 +12,7 @@ from npucc.graph.capture import DTYPES
 from npucc.graph.graph import CONSTANT, Arg, Graph, Node, Ref
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32}
+_VIEWS = {"aten.view.default", "aten._unsafe_view.default"}
 
 
 def interpret(graph: Graph, inputs: Sequence[torch.Tensor], *, widen: bool = True) -> list[torch.Tensor]:
@@ -64,7 +65,7 @@ def _run(node: Node, values: Mapping[str, torch.Tensor], *, widen: bool) -> torc
 
     args = [value(arg) for arg in node.args]
     kwargs = {key: DTYPES[arg] if key == "dtype" and isinstance(arg, str) else value(arg) for key, arg in node.kwargs}
-    if node.op == "aten.view.default":  # a canonical graph has no strides, so a view may have to copy
+    if node.op in _VIEWS:  # a canonical graph has no strides, so a view may have to copy
         return args[0].reshape(args[1])  # type: ignore[no-any-return]
     if node.op in {"aten._to_copy.default", "aten.full.default", "aten.arange.start_step"}:
         kwargs["dtype"] = dtype

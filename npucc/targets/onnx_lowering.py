@@ -43,7 +43,6 @@ _ELEMENTWISE = {
     "aten.sub.Tensor": "Sub",
     "aten.div.Tensor": "Div",
     "aten.maximum.default": "Max",
-    "aten.bitwise_and.Tensor": "And",
     "aten.eq.Tensor": "Equal",
     "aten.ge.Tensor": "GreaterOrEqual",
     "aten.gt.Tensor": "Greater",
@@ -52,6 +51,7 @@ _ELEMENTWISE = {
     "aten.gt.Scalar": "Greater",
     "aten.lt.Scalar": "Less",
 }
+_COMPARISONS = {"Equal", "GreaterOrEqual", "Greater", "Less"}
 _UNARY = {
     "aten.exp.default": "Exp",
     "aten.log.default": "Log",
@@ -72,6 +72,7 @@ _REDUCTIONS = {
 def lower(graph: Graph) -> bytes:
     """The serialized ONNX model of `graph`. Raises UnsupportedOperatorError naming every operator it cannot express."""
     unknown = sorted({node.op for node in graph.nodes if node.op not in _HANDLERS})
+    unknown += sorted({f"dtype {kind.dtype}" for kind in graph.types.values() if kind.dtype not in _NUMPY})
     if unknown:
         raise UnsupportedOperatorError(
             f"ONNX lowering does not know {', '.join(unknown)}",
@@ -183,10 +184,21 @@ def _name(arg: object) -> str:
 
 
 def _elementwise(w: _Writer, node: Node) -> None:
-    dtypes = [w.types[arg.name].dtype for arg in node.args if isinstance(arg, Ref)]
-    compares = node.type.dtype == "bool" and node.op != "aten.bitwise_and.Tensor"
-    dtype = max(dtypes, key=_WIDTH.__getitem__) if compares else node.type.dtype
+    dtype = _compared(w, node) if _ELEMENTWISE[node.op] in _COMPARISONS else node.type.dtype
     w.emit(_ELEMENTWISE[node.op], [w.operand(arg, dtype) for arg in node.args[:2]], node.name)
+
+
+def _compared(w: _Writer, node: Node) -> str:
+    """The dtype in which PyTorch compares: that of the widest operand; literals count only by their category."""
+    dtype = max((w.types[arg.name].dtype for arg in node.args if isinstance(arg, Ref)), key=_WIDTH.__getitem__)
+    if any(isinstance(arg, float) for arg in node.args) and not dtype.startswith("f"):
+        return "f32"
+    return "i64" if dtype == "bool" and any(type(arg) is int for arg in node.args) else dtype
+
+
+def _bitwise_and(w: _Writer, node: Node) -> None:
+    op = "And" if node.type.dtype == "bool" else "BitwiseAnd"
+    w.emit(op, [w.operand(arg, node.type.dtype) for arg in node.args[:2]], node.name)
 
 
 def _unary(w: _Writer, node: Node) -> None:
@@ -202,12 +214,16 @@ def _mm(w: _Writer, node: Node) -> None:
     operands, attributes = [], {}
     for arg, flag in zip(node.args, ("transA", "transB"), strict=True):
         producer = w.graph.producers.get(_name(arg))
-        if producer is not None and producer.op == "aten.permute.default":
+        if producer is not None and _transposes(producer):
             operands.append(_name(producer.args[0]))
             attributes[flag] = 1
         else:
             operands.append(_name(arg))
     w.emit("Gemm", operands, node.name, **attributes)
+
+
+def _transposes(node: Node) -> bool:
+    return node.op == "aten.permute.default" and [axis % 2 for axis in _ints(node.args[1])] == [1, 0]
 
 
 def _bmm(w: _Writer, node: Node) -> None:
@@ -216,10 +232,11 @@ def _bmm(w: _Writer, node: Node) -> None:
 
 def _permute(w: _Writer, node: Node) -> None:
     users = w.graph.users[node.name]
-    matrix = len(node.type.shape) == 2 and all(user.op == "aten.mm.default" for user in users)
-    if matrix and users and node.name not in {value for _, value in w.graph.outputs}:
+    only_products = bool(users) and all(user.op == "aten.mm.default" for user in users)
+    if _transposes(node) and only_products and node.name not in {value for _, value in w.graph.outputs}:
         return  # every reader is a product that transposes by itself
-    w.emit("Transpose", [_name(node.args[0])], node.name, perm=_ints(node.args[1]))
+    axes = [axis % len(node.type.shape) for axis in _ints(node.args[1])]
+    w.emit("Transpose", [_name(node.args[0])], node.name, perm=axes)
 
 
 def _view(w: _Writer, node: Node) -> None:
@@ -231,15 +248,22 @@ def _expand(w: _Writer, node: Node) -> None:
 
 
 def _reduction(w: _Writer, node: Node) -> None:
-    source = _name(node.args[0])
+    source = w.operand(node.args[0], node.type.dtype)  # sums of i32 are i64
     rank = len(w.types[source].shape)
-    axes = [axis % rank for axis in _ints(node.args[1])] or list(range(rank))
-    keep = int(bool(node.args[2])) if len(node.args) > 2 else 0
-    w.emit(_REDUCTIONS[node.op], [source, w.integers(axes)], node.name, keepdims=keep)
+    axes = [axis % rank for axis in _ints(_argument(node, 1))] or list(range(rank))
+    w.emit(_REDUCTIONS[node.op], [source, w.integers(axes)], node.name, keepdims=int(bool(_argument(node, 2))))
+
+
+def _argument(node: Node, position: int) -> object:
+    """A positional argument, None where it was left out."""
+    return node.args[position] if len(node.args) > position else None
 
 
 def _argmax(w: _Writer, node: Node) -> None:
-    w.emit("ArgMax", [_name(node.args[0])], node.name, axis=_ints(node.args[1])[0], keepdims=0)
+    axes = _ints(_argument(node, 1))
+    if not axes:
+        raise UnsupportedOperatorError("argmax is only known along an axis", where=w.graph.name)
+    w.emit("ArgMax", [_name(node.args[0])], node.name, axis=axes[0], keepdims=int(bool(_argument(node, 2))))
 
 
 def _softmax(w: _Writer, node: Node) -> None:
@@ -247,10 +271,15 @@ def _softmax(w: _Writer, node: Node) -> None:
 
 
 def _roll(w: _Writer, node: Node) -> None:
-    source = _name(node.args[0])
-    (shift,), (axis,) = _ints(node.args[1]), _ints(node.args[2])
+    source, shifts, axes = _name(node.args[0]), _ints(node.args[1]), _ints(_argument(node, 2))
+    if len(shifts) != 1 or len(axes) != 1:
+        raise UnsupportedOperatorError("roll is only known along one axis", where=w.graph.name)
+    (shift,), (axis,) = shifts, axes
     size = node.type.shape[axis]
     split = -shift % size
+    if split == 0:
+        w.emit("Identity", [source], node.name)
+        return
     ends = [(split, size), (0, split)]
     pieces = [
         w.emit("Slice", [source, w.integers([a]), w.integers([b]), w.integers([axis])], f"{node.name}.{a}")
@@ -261,7 +290,7 @@ def _roll(w: _Writer, node: Node) -> None:
 
 def _cat(w: _Writer, node: Node) -> None:
     items = node.args[0] if isinstance(node.args[0], tuple) else ()
-    axis = _ints(node.args[1])[0] if len(node.args) > 1 else 0
+    (axis,) = _ints(_argument(node, 1)) or [0]
     w.emit("Concat", [_name(item) for item in items], node.name, axis=axis)
 
 
@@ -291,7 +320,7 @@ def _where(w: _Writer, node: Node) -> None:
 def _clamp(w: _Writer, node: Node) -> None:
     low, high = (*node.args[1:], None, None)[:2]
     bounds = ["" if bound is None else w.scalar(bound, node.type.dtype) for bound in (low, high)]
-    w.emit("Clip", [_name(node.args[0]), *bounds], node.name)
+    w.emit("Clip", [w.operand(node.args[0], node.type.dtype), *bounds], node.name)
 
 
 def _copy(w: _Writer, node: Node) -> None:
@@ -327,6 +356,7 @@ _HANDLERS: dict[str, Handler] = {
     "aten._to_copy.default": _copy,
     "aten.arange.default": _arange,
     "aten.argmax.default": _argmax,
+    "aten.bitwise_and.Tensor": _bitwise_and,
     "aten.bmm.default": _bmm,
     "aten.cat.default": _cat,
     "aten.clamp.default": _clamp,

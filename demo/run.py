@@ -25,13 +25,15 @@ def say(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
 
 
-def command(*words: str | Path, expect: int = 0) -> None:
-    """Show a command and run it; end the demo if its exit code is not the expected one."""
+def command(*words: str | Path, expect: int = 0, read: bool = False) -> str:
+    """Show a command and run it; end the demo if its exit code is not the expected one. Return its output if it is read."""
     shown = " ".join(str(word) for word in words)
     print(textwrap.fill(f"$ {shown}", 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False), flush=True)
-    code = subprocess.run([BIN / str(words[0]), *map(str, words[1:])], check=False).returncode
-    if code != expect:
-        sys.exit(f"demo: {words[0]} ended with exit code {code}, not {expect}")
+    output = subprocess.PIPE if read else None
+    done = subprocess.run([BIN / str(words[0]), *map(str, words[1:])], stdout=output, text=True, check=False)
+    if done.returncode != expect:
+        sys.exit(f"demo: {words[0]} ended with exit code {done.returncode}, not {expect}")
+    return done.stdout or ""
 
 
 def write_text(folder: Path) -> tuple[Path, Path]:
@@ -46,8 +48,8 @@ def write_text(folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def plot(log: Path, picture: Path) -> tuple[float, float]:
-    """Draw the loss of every step and of the held-out text; return the held-out loss of the first and last evaluation."""
+def plot(log: Path, before: float, picture: Path) -> float:
+    """Draw the loss of every step and of the held-out text, which began at `before`; return where that ended."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -55,7 +57,7 @@ def plot(log: Path, picture: Path) -> tuple[float, float]:
 
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     steps = [r for r in records if r["event"] == "step"]
-    held = [(r["step"], r["loss"]) for r in records if r["event"] == "evaluation"]
+    held = [(0, before), *((r["step"], r["loss"]) for r in records if r["event"] == "evaluation")]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="tab:blue", alpha=0.6, label="training, per step")
     axes.plot([s for s, _ in held], [x for _, x in held], "o-", color="tab:red", label="held-out")
@@ -63,7 +65,7 @@ def plot(log: Path, picture: Path) -> tuple[float, float]:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)
-    return held[0][1], held[-1][1]
+    return float(held[-1][1])
 
 
 def flip_one_bit(bundle: Path, copy: Path) -> None:
@@ -95,12 +97,15 @@ def main() -> None:
     command("npucc", "verify", bundle, "--trust", f"{key}.pub")
     say("4. Train, without torch, transformers or a compiler")
     train, held = write_text(work)
+    base = command("npurt", "eval", "--bundle", bundle, "--trust", f"{key}.pub", "--weights", options.model, "--data", held,
+                   "--json", read=True)  # fmt: skip
+    before = float(json.loads(base.splitlines()[-1])["loss"])
     command("npurt", "train", "--bundle", bundle, "--trust", f"{key}.pub", "--weights", options.model, "--data", train,
             "--eval-data", held, "--eval-every", "10", "--steps", str(options.steps), "--accum", "2", "--lr", "1e-3",
             "--warmup", "4", "--log-file", log, "--out", work / "adapter")  # fmt: skip
-    first, last = plot(log, work / "loss.png")
-    say(f"5. Held-out loss fell from {first:.3f} to {last:.3f}; the curve is in {work / 'loss.png'}")
-    if not last < first:
+    after = plot(log, before, work / "loss.png")
+    say(f"5. Held-out loss fell from {before:.3f} to {after:.3f}; the curve is in {work / 'loss.png'}")
+    if not after < before:
         sys.exit("demo: the held-out loss did not fall")
     for file in sorted((work / "adapter").iterdir()):
         print(f"   {file}  {file.stat().st_size:,} bytes")
@@ -110,7 +115,7 @@ def main() -> None:
     command("npucc", "verify", damaged, "--trust", f"{key}.pub", expect=INTEGRITY)
     command("npurt", "train", "--bundle", damaged, "--trust", f"{key}.pub", "--weights", options.model, "--data", train,
             "--steps", "1", "--out", work / "never", expect=INTEGRITY)  # fmt: skip
-    say("Done: a signed bundle, an adapter that PEFT and vLLM load, and a refusal. Read on in docs/index.md")
+    say("Done: a signed bundle, an adapter that PEFT loads, and a refusal. Read on in docs/index.md")
 
 
 if __name__ == "__main__":

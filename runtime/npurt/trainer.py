@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 
-from npubundle.errors import ResourceError
+from npubundle.errors import FileError, ResourceError
 from npubundle.fields import Problems
 from npubundle.program import Program
 from npubundle.recipe import Recipe
@@ -177,7 +177,7 @@ class Trainer:
 
         `eval_data` is evaluated every `eval_every` steps and after the last. `save_to` is the folder for checkpoints:
         every `save_every` steps, and one of the last good state should the run diverge. A checkpoint that cannot be
-        written for lack of space is reported (logger `npurt`) and does not end the run.
+        written is reported (logger `npurt`) and does not end the run.
 
         Ends early, after the step at hand is given up, when `request_stop` is called. Raises `DivergedError`.
         """
@@ -324,7 +324,7 @@ class Trainer:
     def _save_periodic(self, folder: str | Path) -> None:
         try:
             self.save_checkpoint(folder)
-        except ResourceError as error:
+        except (FileError, ResourceError) as error:
             _log.warning("step %d is not saved: %s", self.step, error)
 
     def _save_last_good(self, folder: str | Path | None, reason: DivergedError) -> None:
@@ -333,7 +333,7 @@ class Trainer:
             return
         try:
             path = self.save_checkpoint(folder)
-        except (DivergedError, ResourceError) as error:
+        except (DivergedError, FileError, ResourceError) as error:
             _log.warning("the state before step %d is not saved: %s", self.step + 1, error)
             return
         reason.remedy = f"{reason.remedy}; the state before step {self.step + 1} is in {path}"

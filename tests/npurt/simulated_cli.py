@@ -3,7 +3,7 @@
     python -m tests.npurt.simulated_cli train --bundle any.npub ...
 
 `SIMULATOR` in the environment is a JSON object: `poison` ({"6": "loss"}), `step_seconds` (so long takes every
-micro-step), `load_seconds` (so long takes loading).
+micro-step), `load_seconds` (so long takes loading), `checkpoints_fail` (the disk is full whenever one is written).
 """
 
 from __future__ import annotations
@@ -43,24 +43,32 @@ class SimulatedBundle:
 
 def install(settings: dict[str, Any]) -> None:
     """Make `npurt.cli` open the simulator."""
+    from npurt import checkpoint
     from npurt import trainer as trainer_module
 
     on = trainer_module.Trainer.on
 
     def trainer(_bundle: object, weights: str, config: Any, **keywords: Any) -> Any:
+        alive = Path(os.environ.get("SIMULATOR_ALIVE", os.devnull))
+        alive.write_text("0")
         time.sleep(settings.get("load_seconds", 0))
         poison = {int(step): what for step, what in settings.get("poison", {}).items()}
         simulator = Simulator(poison=poison)
         micro_step = simulator._micro_step
 
         def slow() -> None:
-            Path(os.environ.get("SIMULATOR_ALIVE", os.devnull)).write_text(str(simulator.micro_steps))
+            alive.write_text(str(simulator.micro_steps))
             time.sleep(settings.get("step_seconds", 0))
             micro_step()
 
         simulator._micro_step = slow  # type: ignore[method-assign]
         return on(simulator, weights, config, init_adapter=keywords["init_adapter"])
 
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    if settings.get("checkpoints_fail"):
+        checkpoint.write_synced = full  # type: ignore[attr-defined,assignment]
     bundle_module = ModuleType("npurt.bundle")
     bundle_module.Bundle = SimulatedBundle  # type: ignore[attr-defined]
     sys.modules["npurt.bundle"] = bundle_module

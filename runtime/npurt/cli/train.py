@@ -119,7 +119,8 @@ def _show_data(
         progress.note(f"held out: {held_out.counts}")
     epochs = total * config.accum / len(dataset)
     sequences = f"{config.accum:,} sequence{'s' if config.accum > 1 else ''}"
-    progress.note(f"{total:,} steps of {sequences}, {epochs:.2f} passes over the data")
+    steps = f"{total:,} step{'s' if total > 1 else ''}"
+    progress.note(f"{steps} of {sequences}, {epochs:.2f} passes over the data")
     if advice := rank_note(bundle.config.recipe.rank):
         progress.warn(advice)
 
@@ -157,8 +158,9 @@ def _train(
             for last in trainer.fit(dataset, eval_data=held_out, save_to=folder.path):
                 _tell(run, last)
         stopped = trainer.step < total
-        checkpoint = trainer.save_checkpoint(folder.path) if stopped or run.config.save_every else None
+        # The adapter first: it is the smaller of the two, and what most people came for.
         trainer.save_adapter(folder.path, keep=folder.keep)
+        checkpoint = trainer.save_checkpoint(folder.path) if stopped or run.config.save_every else None
     except Error as error:
         run.log.write("end", {"status": error.code, "steps": trainer.step, "error": error.as_dict()})
         raise

@@ -82,8 +82,14 @@ def test_several_values() -> None:
 
 
 def test_a_single_value_stands_for_a_list_in_toml(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('data = "one"\n')
-    assert resolve(OPTIONS, {}, config=str(tmp_path / "run.toml"), environ={})["data"] == ("one",)
+    (tmp_path / "run.toml").write_text('data = "/one"\n')
+    assert resolve(OPTIONS, {}, config=str(tmp_path / "run.toml"), environ={})["data"] == ("/one",)
+
+
+def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('data = ["a", "../b"]\n')
+    settings = resolve(OPTIONS, {}, config=str(tmp_path / "run.toml"), environ={})
+    assert settings["data"] == (f"{tmp_path}/a", f"{tmp_path}/../b")
 
 
 @pytest.mark.parametrize(("word", "value"), [("1", True), ("Yes", True), ("off", False), ("false", False)])

@@ -176,7 +176,7 @@ def test_second_signal_ends_at_once(cli: Cli) -> None:
 
 def test_signal_while_loading(cli: Cli) -> None:
     with cli.start("train", simulator={"load_seconds": 50}) as process:
-        cli.wait_until(lambda: '"event": "run"' in cli.log.read_text())
+        cli.wait_for_micro_step(0)
         process.terminate()
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
@@ -273,3 +273,14 @@ def test_unknown_key_in_the_file(cli: Cli) -> None:
     done = cli("train", "--config", str(config))
     assert done.returncode == 2
     assert "did you mean 'steps'" in done.stderr
+
+
+def test_full_disk_at_the_end_still_leaves_the_adapter(cli: Cli) -> None:
+    done = cli("train", "--save-every", "2", "--json", simulator={"checkpoints_fail": True})
+    assert done.returncode == 4
+    errors = [line for line in done.stderr.splitlines() if line.startswith("{")]
+    assert json.loads(errors[-1])["what"] == "cannot save the checkpoint: No space left on device"
+    assert "warning: step 2 is not saved" in done.stderr
+    assert len(done.stdout.splitlines()) == 4
+    assert sorted(path.name for path in cli.out.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+    assert cli.events()[-1]["status"] == "resource"

@@ -65,7 +65,10 @@ def open_bundle(settings: Settings, progress: Progress) -> Bundle:
     from npurt.bundle import Bundle
 
     with progress.phase("bundle", settings["bundle"]):
-        return Bundle.open(settings["bundle"], trust=TrustPolicy.from_paths(settings["trust"]))
+        bundle = Bundle.open(settings["bundle"], trust=TrustPolicy.from_paths(settings["trust"]))
+    for warning in bundle.warnings:
+        progress.warn(f"the bundle is not trusted: {warning}")
+    return bundle
 
 
 @contextmanager

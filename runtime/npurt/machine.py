@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from npubundle.part import Part
 from npubundle.program import Buffer, Call, Operand, Program, Repeat
 from npubundle.tensor import ITEM_SIZE, TensorType
-from npurt.arrays import ALIGNMENT
+from npurt.arrays import ALIGNMENT, dtype_of
 from npurt.devices.device import Block, Bound, Device, Executable, Region
 from npurt.errors import DataError
 from npurt.loading import Instance, Job, Loader, instance_of
@@ -40,6 +42,9 @@ class Machine:
         self._phases: dict[str, list[Bound | _Loop]] = {}
         state = [b for b in program.buffers.values() if b.view_of is None and b.role not in {"weight", "activation"}]
         self._allocate(state)
+        for buffer in state:
+            if buffer.value is not None:
+                device.upload(np.array(buffer.value, dtype_of(buffer.type)), self.region(buffer.name))
         arena = device.allocate(max(program.arena.values(), default=0))
         for buffer in program.with_role("activation"):
             if buffer.arena_offset is not None:

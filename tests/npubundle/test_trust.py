@@ -181,7 +181,7 @@ def test_a_policy_that_the_environment_names_must_exist(folder: Path, monkeypatc
 
 def test_without_xdg_the_home_folder_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
-    monkeypatch.setenv("HOME", "/home/x")
-    assert trust.default_places() == (Path("/home/x/.config/npucc/trust.toml"), trust.SYSTEM_POLICY)
+    monkeypatch.setenv("HOME", "/srv/x")
+    assert trust.default_places() == (Path("/srv/x/.config/npucc/trust.toml"), trust.SYSTEM_POLICY)
     monkeypatch.delenv("HOME")
     assert trust.default_places() == (trust.SYSTEM_POLICY,)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from npubundle.errors import Error, FormatError
 from npubundle.fields import Fields, Kind, anything, flag, integer, nullable, number, read, record, text
@@ -93,33 +93,43 @@ def _rope(fields: Fields) -> Rope:
     base = fields.take("rope_theta", nullable(number(1.0)), None)
     key = "rope_parameters" if new is not None else "rope_scaling"
     given = new if new is not None else old
+    if old and new and old != new:
+        fields.wrong("rope_scaling", "contradicts rope_parameters, which is another spelling of the same thing")
     if given is None:
         given = {}
     if not isinstance(given, dict):
         fields.wrong(key, "must be an object or null")
         given = {}
     kind = given.get("rope_type", given.get("type", "default"))
-    theta = given.get("rope_theta", base if base is not None else 10000.0)
-    if kind not in ROPE_PARAMETERS:
+    if not isinstance(kind, str) or kind not in ROPE_PARAMETERS:
         known = ", ".join(ROPE_PARAMETERS)
         fields.wrong(f"{key}.rope_type", f"{kind!r} is not a supported RoPE kind; supported are {known}")
         return Rope("default", 10000.0, {})
+    theta = given.get("rope_theta", base if base is not None else 10000.0)
+    if not _is_positive(theta):
+        fields.wrong(f"{key}.rope_theta", f"must be a positive number, is {theta!r}")
+        theta = 10000.0
+    return Rope(kind, float(theta), _rope_parameters(fields, key, kind, given))
+
+
+def _rope_parameters(fields: Fields, key: str, kind: str, given: Mapping[str, Any]) -> dict[str, float]:
     parameters: dict[str, float] = {}
     for name in ROPE_PARAMETERS[kind]:
         value = given.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            fields.wrong(f"{key}.{name}", f"RoPE kind {kind!r} needs a positive number here, has {value!r}")
-        else:
+        if _is_positive(value):
             parameters[name] = value
+        else:
+            fields.wrong(f"{key}.{name}", f"RoPE kind {kind!r} needs a positive number here, has {value!r}")
     inert = {"rope_type", "type", "rope_theta", *ROPE_PARAMETERS[kind]}
     for name in given:
         # transformers writes the factor of partial rotation here as well; only the whole head dimension is supported.
         if name not in inert and not (name == "partial_rotary_factor" and given[name] in (None, 1, 1.0)):
             fields.wrong(f"{key}.{name}", f"is not known for RoPE kind {kind!r}")
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        fields.wrong(f"{key}.rope_theta", f"must be a positive number, is {theta!r}")
-        theta = 10000.0
-    return Rope(kind, float(theta), parameters)
+    return parameters
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300  # not NaN either
 
 
 def _model_config(fields: Fields) -> ModelConfig:
@@ -129,16 +139,17 @@ def _model_config(fields: Fields) -> ModelConfig:
     family = _FAMILY_DEFAULTS.get(model_type, {})
     heads = fields.need("num_attention_heads", size)
     hidden = fields.need("hidden_size", size)
-    kv_heads = fields.take("num_key_value_heads", nullable(size), None) or family.get("num_key_value_heads", heads)
-    head_dim = fields.take("head_dim", nullable(size), None) or max(1, hidden // max(1, heads))
-    if "head_dim" not in fields and hidden % max(1, heads):
+    kv_heads = fields.take("num_key_value_heads", nullable(size), family.get("num_key_value_heads")) or heads
+    given_head_dim = fields.take("head_dim", nullable(size), None)
+    head_dim = given_head_dim or max(1, hidden // max(1, heads))
+    if given_head_dim is None and hidden % max(1, heads):
         fields.wrong(
             "hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}, and head_dim is not given"
         )
+    elif head_dim % 2:
+        fields.wrong("head_dim", f"must be even for rotary embeddings, is {head_dim}")
     if heads % kv_heads:
         fields.wrong("num_key_value_heads", f"must divide num_attention_heads {heads}, is {kv_heads}")
-    if head_dim % 2 and ("head_dim" in fields or "hidden_size" in fields):
-        fields.wrong("head_dim", f"must be even for rotary embeddings, is {head_dim}")
     window = fields.take("sliding_window", nullable(integer(1)), family.get("sliding_window"))
     return ModelConfig(
         model_type=model_type,

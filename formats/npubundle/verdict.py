@@ -69,6 +69,17 @@ class Verdict:
         """What to tell the user about a bundle that is used although it is not trusted: empty unless in mode `warn`."""
         return tuple(finding.what for finding in self.findings) if self.mode is Mode.WARN and not self.trusted else ()
 
+    def to_dict(self) -> dict[str, object]:
+        """As commands print it with `--json`."""
+        findings = [{"reason": finding.reason.value, "what": finding.what} for finding in self.findings]
+        return {"trusted": self.trusted, "mode": self.mode.value, "signers": list(self.signers), "findings": findings}
+
+    def __str__(self) -> str:
+        """For people: `signed by dev.pub`, or why not."""
+        if self.trusted:
+            return f"signed by {', '.join(self.signers)}"
+        return "not trusted: " + "; ".join(finding.what for finding in self.findings)
+
     def require(self) -> None:
         """Raise `SignatureError` if the policy enforces trust and there is none."""
         if self.trusted or self.mode is not Mode.ENFORCE:

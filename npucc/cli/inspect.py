@@ -38,7 +38,7 @@ def describe(opened: Container) -> dict[str, Any]:
     return {
         "name": config.name,
         "digest": opened.manifest_digest,
-        "verified": o.show_verdict(opened.verdict),
+        "verified": opened.verdict.to_dict(),
         "target": config.target.name,
         "toolchain": dict(config.toolchain),
         "model": config.model.to_dict(),

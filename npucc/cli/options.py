@@ -15,7 +15,6 @@ from npubundle.fields import Fields, anything, read, record, text
 from npubundle.oci import name_field
 from npubundle.recipe import RECIPE, Activations, Mode, Recipe
 from npubundle.trust import TrustPolicy
-from npubundle.verdict import Verdict
 from npucc.cache import ENVIRONMENT_VARIABLE, Cache
 from npucc.errors import UsageError
 
@@ -204,16 +203,6 @@ def parse_size(size: str) -> int:
 def show_size(size: int) -> str:
     """A size for people."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def show_verdict(verdict: Verdict) -> dict[str, Any]:
-    """What the trust policy said of a bundle, as plain values."""
-    return {
-        "trusted": verdict.trusted,
-        "mode": verdict.mode.value,
-        "signers": list(verdict.signers),
-        "warnings": list(verdict.warnings),
-    }
 
 
 def cache(folder: Path | None) -> Cache:

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from npubundle.config import BundleConfig
-from npubundle.container import open_container
+from npubundle import verification
 from npucc.cli import options as o
 
 
@@ -19,13 +18,5 @@ def verify(
     as_json: o.JsonOption = False,
 ) -> None:
     """Check signatures against the trust policy, and every byte against its digest. Exit 5 if anything is amiss."""
-    with open_container(bundle, o.policy(trust)) as opened:
-        config = BundleConfig.of(opened)
-        document = {"name": config.name, "digest": opened.manifest_digest, "verified": o.show_verdict(opened.verdict)}
-        verdict, blobs = opened.verdict, len(opened.blobs)
-    signers = (
-        f"signed by {', '.join(verdict.signers)}"
-        if verdict.trusted
-        else "not trusted: " + "; ".join(f.what for f in verdict.findings)
-    )
-    typer.echo(json.dumps(document) if as_json else f"{document['digest']}  {signers}; {blobs} blobs intact")
+    verified = verification.verify(bundle, o.policy(trust))
+    typer.echo(json.dumps(verified.to_dict()) if as_json else str(verified))

@@ -112,7 +112,8 @@ def parse_model(document: Mapping[str, Any], *, where: str | None = None, ignore
     try:
         config = ModelConfig.from_dict(document, where=where)
     except FormatError as failure:
-        found += failure.problems
+        named = {problem.where for problem in found}
+        found += [problem for problem in failure.problems if problem.where not in named]
     if found or config is None or architecture is None:
         raise UnsupportedModelError(
             "this model cannot be compiled",

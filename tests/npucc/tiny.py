@@ -17,8 +17,8 @@ from npucc.targets import CutPolicy
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "hidden_size": 36,
+    "intermediate_size": 44,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,

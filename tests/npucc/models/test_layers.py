@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from npucc.graph.interpret import interpret
+from npucc.models.architecture import Tables
+from npucc.models.config_reader import parse_model
+from npucc.models.layers import inverse_frequencies, rms_norm, rotate, silu
+from npucc.training import embedding
+from tests.npucc.tiny import config
+
+#: Both spellings of each kind; the short original context puts frequencies into all three ranges of `llama3`.
+ROPES: dict[str, dict[str, Any]] = {
+    "absent": {},
+    "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "default-old": {"rope_scaling": None, "rope_theta": 100000.0},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    "linear-old": {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_theta": 5000.0},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+        }
+    },
+    "llama3-old": {
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rope_theta": 500000.0,
+    },
+}  # fmt: skip
+POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 7, 50, 127, 2047], dtype=torch.int32)
+
+
+def both(rope: dict[str, Any], head_dim: int = 32) -> tuple[Any, Any]:
+    """The model as npucc reads it, and transformers' rotary embedding."""
+    document = config(head_dim=head_dim, max_position_embeddings=4096, **rope)
+    return parse_model(document), LlamaRotaryEmbedding(AutoConfig.for_model(**document))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("head_dim", [4, 32, 128])
+def test_frequencies_are_those_of_transformers_to_the_last_bit(kind: str, head_dim: int) -> None:
+    model, theirs = both(ROPES[kind], head_dim)
+    ours = inverse_frequencies(model.config.rope_parameters, head_dim)
+    assert ours.dtype == np.float32
+    assert np.array_equal(ours, theirs.inv_freq.numpy())
+
+
+def test_scaling_changes_frequencies_in_all_three_ranges() -> None:
+    """The comparison above is worth something only if `llama3` keeps, slows and interpolates some of them."""
+    plain = inverse_frequencies(both(ROPES["default-old"] | {"rope_theta": 10000.0})[0].config.rope_parameters, 32)
+    scaled = inverse_frequencies(both(ROPES["llama3"])[0].config.rope_parameters, 32)
+    ratio = plain / scaled
+    assert (ratio == 1.0).any()
+    assert np.isclose(ratio, 8.0).any()
+    assert ((ratio > 1.01) & (ratio < 7.9)).any()
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_tables_are_those_of_transformers(kind: str) -> None:
+    model, theirs = both(ROPES[kind])
+    graph = embedding.tables(model.config, len(POSITIONS))
+    cos, sin, _ = interpret(graph, [POSITIONS, torch.ones_like(POSITIONS)], widen=False)
+    expected_cos, expected_sin = theirs(torch.zeros(1, len(POSITIONS), 1), POSITIONS[None].to(torch.int64))
+    half = model.config.head_dim // 2
+    assert torch.equal(cos, expected_cos[0])
+    assert torch.equal(sin[:, half:], expected_sin[0, :, half:])
+    assert torch.equal(sin[:, :half], -expected_sin[0, :, :half])  # the sign of the rotation is in the table
+
+
+def test_rotation_is_that_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, angles = torch.randn(3, 5, 8, generator=generator), torch.randn(5, 4, generator=generator)
+    cos, sin = torch.cos(angles), torch.sin(angles)
+    tables = Tables(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), torch.zeros(5, 5))
+    expected, _ = apply_rotary_pos_emb(
+        x[None], x[None], torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
+    )
+    torch.testing.assert_close(rotate(x, tables), expected[0])
+
+
+def test_norm_and_activation_are_those_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(4, 6, generator=generator), torch.randn(6, generator=generator)
+    theirs = LlamaRMSNorm(6, eps=1e-3)
+    theirs.weight.data.copy_(weight)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3), theirs(x).detach())
+    torch.testing.assert_close(silu(x), torch.nn.functional.silu(x))

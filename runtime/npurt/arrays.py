@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +18,6 @@ ALIGNMENT = 64
 _DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
     "f16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
     "bool": np.dtype(np.bool_),
@@ -27,7 +26,15 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 def dtype_of(kind: TensorType) -> np.dtype[Any]:
     """The numpy dtype of a tensor type."""
-    return _DTYPES[kind.dtype]
+    return bfloat16() if kind.dtype == "bf16" else _DTYPES[kind.dtype]
+
+
+@cache
+def bfloat16() -> np.dtype[Any]:
+    """numpy's dtype for bf16. Importing its package takes longer than all else together, and f32 programs do without."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def block(nbytes: int) -> Array:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from npubundle.errors import FormatError
@@ -28,11 +27,12 @@ MAX_HEADER = 100_000_000
 #: Bytes of a file that are read at a time: they and their converted form stay in a core's cache.
 CHUNK: Final = 1 << 19
 
-#: Dtypes that can be trained with, as safetensors spells them.
+#: Dtypes that can be trained with, as safetensors spells them, and how they are read. numpy has no bf16 of its own: its bits
+#: are read as integers, and `npurt.weights` converts them.
 FLOATS: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": np.dtype(np.uint16),
 }
 _ITEM_SIZE = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1} | {
     name: dtype.itemsize for name, dtype in FLOATS.items()

@@ -79,6 +79,6 @@ def _meminfo() -> dict[str, int]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text().strip()
     except OSError:
         return ""

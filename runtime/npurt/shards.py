@@ -27,8 +27,8 @@ MAX_HEADER = 100_000_000
 #: Bytes of a file that are read at a time: they and their converted form stay in a core's cache.
 CHUNK: Final = 1 << 19
 
-#: Dtypes that can be trained with, as safetensors spells them, and how they are read. numpy has no bf16 of its own: its bits
-#: are read as integers, and `npurt.weights` converts them.
+#: Dtypes that can be trained with, as safetensors spells them, and how they are read. numpy has no bf16 of its own: its
+#: bits are read as integers, and `npurt.weights` converts them.
 FLOATS: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),

@@ -31,7 +31,7 @@ def dtype_of(kind: TensorType) -> np.dtype[Any]:
 
 @cache
 def bfloat16() -> np.dtype[Any]:
-    """numpy's dtype for bf16. Importing its package takes longer than all else together, and f32 programs do without."""
+    """numpy's dtype for bf16. Importing its package takes long, and f32 programs do without."""
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16)

@@ -157,5 +157,5 @@ def _check_arena(program: Program, phase: str, problems: Problems) -> None:
         for other_offset, other in placed[number + 1 :]:
             if other_offset >= offset + life.size:
                 break
-            if life.start <= other.end and other.start <= life.end:
+            if other.size and life.start <= other.end and other.start <= life.end:
                 problems.add(phase, f"{life.buffer.name} and {other.buffer.name} share bytes while both are alive")

@@ -34,7 +34,7 @@ def available_memory() -> int:
     for group in _groups():
         limit, used = _text(group / "memory.max"), _text(group / "memory.current")
         if limit.isdigit() and used.isdigit():
-            free = min(free, max(0, int(limit) - int(used) + _inactive_file(group)))
+            free = min(free, max(0, int(limit) - int(used) + _file_pages(group)))
     return free
 
 
@@ -58,12 +58,10 @@ def _groups() -> list[Path]:
     return [place for place in (group, *group.parents) if place.is_relative_to(_CGROUPS)]
 
 
-def _inactive_file(group: Path) -> int:
-    for line in _text(group / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == "inactive_file" and value.isdigit():
-            return int(value)
-    return 0
+def _file_pages(group: Path) -> int:
+    """Bytes of cached files, which count as used by the group and are dropped when it needs memory."""
+    pairs = (line.partition(" ") for line in _text(group / "memory.stat").splitlines())
+    return sum(int(value) for name, _, value in pairs if name in {"inactive_file", "active_file"} and value.isdigit())
 
 
 def _meminfo() -> dict[str, int]:

@@ -34,7 +34,7 @@ def test_without_limits_the_kernels_estimate_counts(cgroup: Path) -> None:
 def test_the_tightest_limit_counts_and_cached_files_are_free(cgroup: Path) -> None:
     (cgroup / "memory.max").write_text(f"{8 * GIB}\n")
     (cgroup / "memory.current").write_text(f"{3 * GIB}\n")
-    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\n")
+    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {GIB // 2}\nactive_file {GIB // 2}\nshmem 7\n")
     assert host.available_memory() == 6 * GIB
     (cgroup.parent / "memory.max").write_text(f"{4 * GIB}\n")
     (cgroup.parent / "memory.current").write_text(f"{3 * GIB}\n")

@@ -161,3 +161,11 @@ def test_all_sessions_share_the_threads_that_were_asked_for() -> None:
     threads, wanted = map(int, done.stdout.split())
     assert wanted == 3
     assert threads < 10  # ours, the pool's, and what libraries start when they are imported; a pool each would be more
+
+
+def test_without_onnxruntime_the_device_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.delitem(sys.modules, "npurt.devices.cpu")
+    with pytest.raises(DeviceError, match="needs onnxruntime") as caught:
+        open_device("cpu")
+    assert caught.value.remedy == "pip install 'npurt[cpu]'"

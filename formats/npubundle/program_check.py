@@ -25,6 +25,7 @@ def check(program: Program, parts: Mapping[str, Part], *, where: str | None = No
     problems = Problems()
     for buffer in program.buffers.values():
         _check_buffer(program, buffer, problems)
+    _check_chains(program, problems)
     problems.raise_any("program is not valid", FormatError, where=where)
     for phase in program.phases:
         _check_phase(program, phase, parts, problems)
@@ -47,6 +48,21 @@ def _check_buffer(program: Program, buffer: Buffer, problems: Problems) -> None:
         problems.add(buffer.name, "is a weight without a source")
     if buffer.source is not None and buffer.source.tensor not in program.checkpoint:
         problems.add(buffer.name, f"comes from {buffer.source.tensor}, which is not in the checkpoint table")
+
+
+def _check_chains(program: Program, problems: Problems) -> None:
+    """Cutting a program short puts one boundary in the place of another, so all of a chain must be alike."""
+    for number, chain in enumerate(program.chains):
+        where = f"chains[{number}]"
+        if len(chain) != len(program.chains[0]):
+            problems.add(where, f"has {len(chain)} boundaries, the first chain has {len(program.chains[0])}")
+        # Nothing may come out of the first layer's backward pass: then its boundary is a name without a buffer.
+        missing = [name for name in chain[1:] if name not in program.buffers]
+        if missing:
+            problems.add(where, f"names {missing[0]}, which is not a buffer")
+        kinds = {program.buffers[name].type for name in chain if name in program.buffers}
+        if len(kinds) > 1:
+            problems.add(where, f"joins buffers of different types: {', '.join(sorted(map(str, kinds)))}")
 
 
 def _check_phase(program: Program, phase: str, parts: Mapping[str, Part], problems: Problems) -> None:

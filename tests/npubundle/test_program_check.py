@@ -186,3 +186,16 @@ def test_offsets_that_reach_into_a_neighbour_are_found(change: Callable[[int], i
     moved = dataclasses.replace(replaced(SMALL, "x", arena_offset=change(offset)), arena={"micro_step": 4096})
     assert SMALL.buffers["y"].arena_offset == offset + 64
     assert problems(moved) == ["micro_step: x and y share bytes while both are alive"]
+
+
+@pytest.mark.parametrize(
+    ("chains", "said"),
+    [
+        ((("x", "y"), ("x",)), "chains[1]: has 1 boundaries, the first chain has 2"),
+        ((("x", "nowhere"),), "chains[0]: names nowhere, which is not a buffer"),
+        ((("tokens", "lora"),), "chains[0]: joins buffers of different types"),
+    ],
+)
+def test_boundaries_of_a_chain_are_alike(chains: tuple[tuple[str, ...], ...], said: str) -> None:
+    found = problems(dataclasses.replace(SMALL, chains=chains))
+    assert any(problem.startswith(said) for problem in found)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from npubundle.tensor import TensorType
 from npucc.errors import NumericsError
-from npucc.graph import Graph
+from npucc.graph import Graph, Value
 from npucc.targets import Target
 
 #: Raise it whenever the check asks for more than before: entries of a cache are then checked again.
@@ -38,6 +38,8 @@ class Measured:
 
 
 _PIECE = 4_194_301
+#: NumPy's names of dtypes, and ours.
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
 
 
 def normal(scale: float = 1.0) -> Sampler:
@@ -97,22 +99,29 @@ def measure(graph: Graph, payload: bytes, target: Target, samplers: Mapping[str,
 
     inputs = sample_inputs(graph, samplers)
     results = target.execute(payload, inputs)
+    if len(results) != len(graph.outputs):
+        what = f"gives {len(results)} outputs, the graph has {len(graph.outputs)}"
+        raise NumericsError(what, where=f"part {graph.name}")
     with torch.no_grad():
         references = interpret(graph, [torch.from_numpy(inputs[v.name]) for v in graph.inputs])
     return [
-        _compare(graph.name, name, np.asarray(result), reference.numpy(), target.BOUND)
-        for (name, _), result, reference in zip(graph.outputs, results, references, strict=True)
+        _compare(
+            f"part {graph.name}, output {name}", Value(name, kind), np.asarray(result), reference.numpy(), target.BOUND
+        )
+        for (name, _), kind, result, reference in zip(
+            graph.outputs, graph.output_types, results, references, strict=True
+        )
     ]
 
 
-def _compare(part: str, output: str, result: Array, reference: Array, bound: float) -> Measured:
-    where = f"part {part}, output {output}"
-    if result.shape != reference.shape:
-        raise NumericsError(f"has shape {list(result.shape)}, the graph says {list(reference.shape)}", where=where)
+def _compare(where: str, output: Value, result: Array, reference: Array, bound: float) -> Measured:
+    found = f"{_DTYPES.get(result.dtype.name, result.dtype.name)}[{','.join(map(str, result.shape))}]"
+    if found != str(output.type):
+        raise NumericsError(f"is {found}, the graph says {output.type}", where=where)
     if not np.issubdtype(reference.dtype, np.floating):
         if not np.array_equal(result, reference):
             raise NumericsError("integers differ from the reference", where=where)
-        return Measured(output, 0.0, 0.0)
+        return Measured(output.name, 0.0, 0.0)
     difference = result.astype(np.float64) - reference
     size = float(np.linalg.norm(reference))
     absolute = float(np.abs(difference).max(initial=0.0))
@@ -125,4 +134,4 @@ def _compare(part: str, output: str, result: Array, reference: Array, bound: flo
             remedy="report this with the output of `npucc build --dump DIR`; the part is not fit for training",
         )
     # Three digits: more would differ between two runs on one machine with another number of threads.
-    return Measured(output, float(f"{relative:.2e}"), float(f"{absolute:.2e}"))
+    return Measured(output.name, float(f"{relative:.2e}"), float(f"{absolute:.2e}"))

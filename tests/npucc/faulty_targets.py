@@ -1,0 +1,48 @@
+"""Targets that go wrong on purpose: simulators of a miscompiling vendor, around the real `cpu` target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from npucc.graph import Graph
+from npucc.targets import CutPolicy, cpu
+
+Array = npt.NDArray[Any]
+
+
+class FaultyTarget:
+    """The `cpu` target, but `spoil` may change the graph that is compiled, and `bend` the results."""
+
+    NAME = cpu.NAME
+    MEDIA_TYPE = cpu.MEDIA_TYPE
+    CUT: CutPolicy = cpu.CUT
+    BOUND = cpu.BOUND
+    MEMORY = cpu.MEMORY
+
+    def __init__(
+        self,
+        spoil: Callable[[Graph], Graph] = lambda graph: graph,
+        bend: Callable[[list[Array]], list[Array]] = lambda arrays: arrays,
+        versions: Mapping[str, str] | None = None,
+    ) -> None:
+        self.spoil = spoil
+        self.bend = bend
+        self.versions = versions or {}
+        self.compiled: list[str] = []
+
+    def toolchain(self) -> dict[str, str]:
+        return cpu.toolchain() | dict(self.versions)
+
+    def requirements(self) -> Mapping[str, str]:
+        return cpu.requirements()
+
+    def compile_part(self, graph: Graph) -> bytes:
+        self.compiled.append(graph.name)
+        return cpu.compile_part(self.spoil(graph))
+
+    def execute(self, payload: bytes, inputs: Mapping[str, Array]) -> Sequence[Array]:
+        return self.bend([np.array(array) for array in cpu.execute(payload, inputs)])

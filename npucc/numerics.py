@@ -104,14 +104,11 @@ def measure(graph: Graph, payload: bytes, target: Target, samplers: Mapping[str,
         raise NumericsError(what, where=f"part {graph.name}")
     with torch.no_grad():
         references = interpret(graph, [torch.from_numpy(inputs[v.name]) for v in graph.inputs])
-    return [
-        _compare(
-            f"part {graph.name}, output {name}", Value(name, kind), np.asarray(result), reference.numpy(), target.BOUND
-        )
-        for (name, _), kind, result, reference in zip(
-            graph.outputs, graph.output_types, results, references, strict=True
-        )
-    ]
+    measured = []
+    for (name, _), kind, result, reference in zip(graph.outputs, graph.output_types, results, references, strict=True):
+        where = f"part {graph.name}, output {name}"
+        measured.append(_compare(where, Value(name, kind), np.asarray(result), reference.numpy(), target.BOUND))
+    return measured
 
 
 def _compare(where: str, output: Value, result: Array, reference: Array, bound: float) -> Measured:

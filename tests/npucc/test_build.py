@@ -52,8 +52,8 @@ def test_a_build_elsewhere_by_somebody_else_is_the_same_file(
         "HOME": str(home), "USER": "somebody", "LC_ALL": "C", "TZ": "Pacific/Auckland", "PYTHONHASHSEED": "99",
         "NPUCC_CACHE": str(home / "cache"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }  # fmt: skip
-    command = [sys.executable, "-m", "npucc", "build", "--model", config_file, "--rank", "3", "--alpha", "6"]
-    command += ["--seq-len", str(tiny.SEQ_LEN), "--key", key, "-o", "out.npub", "--json"]
+    command = [sys.executable, "-m", "npucc", "build", "--model", str(config_file), "--rank", "3", "--alpha", "6"]
+    command += ["--seq-len", str(tiny.SEQ_LEN), "--key", str(key), "-o", "out.npub", "--json"]
     ran = subprocess.run(command, cwd=home, env=environment, check=True, capture_output=True, text=True, timeout=300)
     assert json.loads(ran.stdout)["digest"] == signed.content.manifest_digest
     container.write(tmp_path / "here.npub", signed.content)

@@ -20,7 +20,7 @@ IDENTITY = Identity("layer", "sha256:1", "cpu", {"level": "3"}, {"onnx": "1.0", 
 
 
 def other(**changes: object) -> Identity:
-    return Identity(**{name: getattr(IDENTITY, name) for name in IDENTITY.__slots__} | changes)  # type: ignore[arg-type]
+    return Identity(**{name: getattr(IDENTITY, name) for name in IDENTITY.__slots__} | changes)
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_samplers_give_the_range_they_promise() -> None:
     random = np.random.default_rng(0)
     wide = TensorType("f32", (300, 400))
     whole = uniform(2, 5)(TensorType("i32", (1000,)), random)
-    assert (whole.min(), whole.max(), whole.dtype) == (2, 4, np.int32)
+    assert (whole.min(), whole.max(), whole.dtype.name) == (2, 4, "int32")
     assert uniform(0, 3)(TensorType("i64", (9,)), random).dtype == np.int64
     real = uniform(-1, 1)(wide, random)
     assert real.dtype == np.float32

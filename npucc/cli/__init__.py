@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=words, standalone_mode=False)
+        code = app(args=words, prog_name="npucc", standalone_mode=False)
         sys.stdout.flush()
     except typer.Exit as request:
         return int(request.exit_code)

@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,8 +15,13 @@ from npubundle.fields import Fields, anything, read, record, text
 from npubundle.oci import name_field
 from npubundle.recipe import RECIPE, Activations, Mode, Recipe
 from npubundle.trust import TrustPolicy
-from npucc.cache import ENVIRONMENT_VARIABLE, Cache
 from npucc.errors import UsageError
+
+if TYPE_CHECKING:  # it brings NumPy, which `--help` does not need
+    from npucc.cache import Cache
+
+#: `npucc.cache` reads it as well.
+CACHE_VARIABLE = "NPUCC_CACHE"
 
 ModelOption = Annotated[
     str | None,
@@ -69,7 +74,7 @@ IgnoreOption = Annotated[
 CacheOption = Annotated[
     Path | None,
     typer.Option(
-        "--cache-dir", envvar=ENVIRONMENT_VARIABLE, metavar="DIR", help="Compiled parts.  [default: ~/.cache/npucc]"
+        "--cache-dir", envvar=CACHE_VARIABLE, metavar="DIR", help="Compiled parts.  [default: ~/.cache/npucc]"
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -96,15 +101,21 @@ class Style(Enum):
 ProgressOption = Annotated[Style, typer.Option("--progress", help="How progress is shown on standard error.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"npucc {version('npucc')}")
+        raise typer.Exit
+
+
 def version_option(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and stop.")
+    ] = False,
 ) -> None:
     """Compile a model and a training recipe into a signed bundle that npurt trains with."""
-    if version:
-        from importlib.metadata import version as installed
-
-        typer.echo(f"npucc {installed('npucc')}")
-        raise typer.Exit
+    del version  # its callback has run by now
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +218,8 @@ def show_size(size: int) -> str:
 
 def cache(folder: Path | None) -> Cache:
     """The part cache to use."""
+    from npucc.cache import Cache
+
     return Cache(folder) if folder else Cache.default()
 
 

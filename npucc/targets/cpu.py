@@ -5,6 +5,7 @@ It is also the form of host parts in bundles of other targets.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -50,19 +51,24 @@ def compile_part(graph: Graph) -> bytes:
 
 
 @cache
-def _options() -> Any:
+def _onnxruntime() -> Any:
+    """The library onnxruntime. Its official builds report every process to their maker, unless told not to in time."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
+    return onnxruntime
+
+
+@cache
+def _options() -> Any:
+    options = _onnxruntime().SessionOptions()
     options.log_severity_level = 3
     return options
 
 
 def execute(payload: bytes, inputs: Mapping[str, npt.NDArray[Any]]) -> Sequence[npt.NDArray[Any]]:
     """Run a part on this host, inputs by name. For checks at build time; training runs through npurt."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(payload, _options(), providers=["CPUExecutionProvider"])
+    session = _onnxruntime().InferenceSession(payload, _options(), providers=["CPUExecutionProvider"])
     results = session.run(None, dict(inputs))
     if not all(isinstance(result, np.ndarray) for result in results):
         raise InternalError("onnxruntime returned something that is not a tensor")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -63,37 +63,41 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def plan(model: str, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`npucc plan` in a process of its own: the hub's client reads its settings when it is imported."""
+FETCH = """
+import json, sys
+from npubundle.errors import Error
+from npucc.hub import config_path
+for model in sys.argv[1:]:
+    try:
+        print(json.dumps(json.loads(config_path(model).read_bytes())))
+    except Error as failure:
+        print(json.dumps(failure.as_dict()))
+"""
+
+
+def fetch(home: Path, endpoint: str, *models: str) -> list[dict[str, Any]]:
+    """What `config_path` finds, in a process of its own: the hub's client reads its settings when it is imported."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
-    clean |= {"HF_HOME": str(home), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "npucc", "plan", "--model", model, "--seq-len", "4", "--json"]
-    return subprocess.run(
-        command, cwd=home, env=clean | variables, check=False, capture_output=True, text=True, timeout=120
-    )
+    clean |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", FETCH, *models]
+    ran = subprocess.run(command, cwd=home, env=clean, check=True, capture_output=True, text=True, timeout=120)
+    return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
 def test_only_the_configuration_is_asked_for(hub: str, tmp_path: Path) -> None:
     Hub.asked.clear()
-    fetched = plan("org/tiny@v2", tmp_path, HF_ENDPOINT=hub)
-    assert fetched.returncode == 0, fetched.stderr
-    assert json.loads(fetched.stdout)["memory"]["layers"] == 2
+    found, missing = fetch(tmp_path, hub, "org/tiny@v2", "org/other")
+    assert found == tiny.config()
     assert Hub.asked == ["/org/tiny/resolve/v2/config.json"]
-
-
-def test_a_model_that_the_hub_does_not_have_is_told(hub: str, tmp_path: Path) -> None:
-    refused = plan("org/other", tmp_path, HF_ENDPOINT=hub)
-    assert refused.returncode == 4
-    assert json.loads(refused.stderr)["what"] == "the hub answered 404 for org/other"
+    assert (missing["what"], missing["exit_code"]) == ("the hub answered 404 for org/other", 4)
 
 
 def test_a_hub_out_of_reach_is_told_at_once(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
-        refused = plan("org/tiny", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{unused.getsockname()[1]}")
-    assert refused.returncode == 4
-    told = json.loads(refused.stderr)
+        (told,) = fetch(tmp_path, f"http://127.0.0.1:{unused.getsockname()[1]}", "org/tiny")
     assert told["what"] == "there is no file or folder org/tiny, and the hub cannot be reached"
+    assert told["exit_code"] == 4
     assert "downloaded config.json" in told["remedy"]
 
 

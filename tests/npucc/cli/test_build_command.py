@@ -263,9 +263,11 @@ def test_an_output_that_cannot_be_written_is_named(run: Run, options: list[str])
     assert "no/such/folder" in refused.err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code", "while_"), [(signal.SIGTERM, 143, "[head] head.begin"), (signal.SIGINT, 130, "[trace]")]
+)
 def test_a_signal_ends_a_build_and_leaves_nothing_behind(
-    config_file: Path, tmp_path: Path, number: signal.Signals, code: int
+    config_file: Path, tmp_path: Path, number: signal.Signals, code: int, while_: str
 ) -> None:
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {
@@ -276,7 +278,7 @@ def test_a_signal_ends_a_build_and_leaves_nothing_behind(
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if "head.begin" in line:
+        if while_ in line:
             break
     time.sleep(0.05)
     process.send_signal(number)
@@ -286,4 +288,4 @@ def test_a_signal_ends_a_build_and_leaves_nothing_behind(
     # An empty folder is PyTorch's. onnxruntime would leave the id of its reports here, were it not told to make none.
     assert [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()] == []
     assert list(tmp_path.glob("*.npub")) == []
-    assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {".part"}
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()} <= {".part"}

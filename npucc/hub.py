@@ -17,7 +17,7 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 def config_path(model: str) -> Path:
     """A local path as it is; the `config.json` of a hub id (`ORG/NAME` or `ORG/NAME@REVISION`) after fetching it."""
     path = Path(model)
-    if path.exists() or not _ID.fullmatch(model):
+    if os.path.lexists(path) or not _ID.fullmatch(model):
         return path
     return _fetch(*model.partition("@")[::2])
 

@@ -25,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"max_content_width": 100},
 )
 app.callback()(version_option)
 app.command("build")(build.build)

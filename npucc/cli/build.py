@@ -28,7 +28,7 @@ def build(
     logits: o.LogitsOption = False,
     ignore_config_key: o.IgnoreOption = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="The bundle's name.  [default: made from the recipe]")
+        str | None, typer.Option("--name", metavar="NAME", help="The bundle's name.  [default: made from the recipe]")
     ] = None,
     key: Annotated[Path | None, typer.Option("--key", metavar="KEY", help="Private key to sign with.")] = None,
     output: Annotated[

@@ -23,7 +23,7 @@ def inspect(
     ] = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Show what is in a bundle: model, recipe, toolchain, parts with their keys, memory, numerics, signers."""
+    """Show what is in a bundle: model, recipe, toolchain, parts, memory, numerics, signers."""
     policy = TrustPolicy.off() if unverified else o.policy(trust)
     with open_container(bundle, policy) as opened:
         document = describe(opened)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npubundle.fields import Fields, anything, read, record, text
+from npubundle.blob import read_small
+from npubundle.errors import FileError
+from npubundle.fields import NO_NUL, Fields, anything, list_of, read, record, text
 from npubundle.oci import name_field
 from npubundle.recipe import RECIPE, Activations, Mode, Recipe
 from npubundle.trust import TrustPolicy
@@ -31,11 +34,14 @@ RecipeOption = Annotated[
     Path | None,
     typer.Option("--recipe", metavar="FILE", help="TOML file with the options of a build; flags win over it."),
 ]
-TargetOption = Annotated[str | None, typer.Option("--target", help="What to compile for.  [default: cpu]")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="NAME", help="What to compile for.  [default: cpu]")
+]
 ModeOption = Annotated[Mode | None, typer.Option("--mode", help="What is trained.  [default: lora]")]
-RankOption = Annotated[int | None, typer.Option("--rank", min=1, help="LoRA rank.  [default: 16]")]
+RankOption = Annotated[int | None, typer.Option("--rank", metavar="N", min=1, help="LoRA rank.  [default: 16]")]
 AlphaOption = Annotated[
-    float | None, typer.Option("--alpha", help="LoRA alpha; the branch is scaled by alpha / rank.  [default: 32]")
+    float | None,
+    typer.Option("--alpha", metavar="X", help="LoRA alpha; the branch is scaled by alpha / rank.  [default: 32]"),
 ]
 TargetsOption = Annotated[
     str | None,
@@ -47,7 +53,7 @@ TargetsOption = Annotated[
     ),
 ]
 SeqLenOption = Annotated[
-    int | None, typer.Option("--seq-len", min=2, help="Tokens per sequence, fixed here.  [default: 512]")
+    int | None, typer.Option("--seq-len", metavar="N", min=2, help="Tokens per sequence, fixed here.  [default: 512]")
 ]
 ActivationsOption = Annotated[
     Activations | None,
@@ -118,6 +124,9 @@ def version_option(
     del version  # its callback has run by now
 
 
+_MAX_RECIPE = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """What to compile: the model's place, the recipe, the target, and the bundle's name if it has one."""
@@ -136,6 +145,7 @@ class _File:
     model: str | None = None
     target: str | None = None
     name: str | None = None
+    ignore_keys: tuple[str, ...] = ()
     recipe: dict[str, Any] | None = None
 
 
@@ -162,28 +172,34 @@ def build_options(file: Path | None, flags: dict[str, Any], ignore_keys: list[st
     name = flags.get("name") or given.name
     if name is not None:
         read(name, name_field(), what="the bundle's name", error=UsageError)
-    return BuildOptions(model, recipe, flags["target"] or given.target or "cpu", name, tuple(ignore_keys or ()))
+    return BuildOptions(
+        model, recipe, flags["target"] or given.target or "cpu", name, (*given.ignore_keys, *(ignore_keys or ()))
+    )
 
 
 def _read_file(path: Path) -> _File:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise UsageError(f"cannot read the recipe: {failure.strerror}", where=str(path)) from failure
+        document = tomllib.loads(read_small(path, _MAX_RECIPE, UsageError).decode())
+    except FileError as failure:
+        raise UsageError(f"cannot read the recipe: {failure.what}", where=str(path)) from failure
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as failure:
         raise UsageError(f"the recipe is not TOML: {failure}", where=str(path)) from failure
 
     def build(fields: Fields) -> _File:
-        optional = {name: fields.take(name, text(), None) for name in ("model", "target", "name")}
+        optional = {
+            name: fields.take(name, text(NO_NUL, called="text without NUL"), None)
+            for name in ("model", "target", "name")
+        }
         table: Any = fields.take("recipe", anything(), {})
         if not isinstance(table, dict):
             fields.wrong("recipe", "must be a table")
-        return _File(**optional, recipe=table if isinstance(table, dict) else {})
+        ignore_keys = fields.take("ignore_config_keys", list_of(text()), ())
+        return _File(**optional, ignore_keys=ignore_keys, recipe=table if isinstance(table, dict) else {})
 
     given = read(document, record(build), what="the recipe file", error=UsageError, where=str(path))
     beside = path.parent / given.model if given.model else None
-    if beside is not None and beside.exists():  # a path in a file is relative to the file
-        return _File(str(beside), given.target, given.name, given.recipe)
+    if beside is not None and os.path.lexists(beside):  # a path in a file is relative to the file
+        return replace(given, model=str(beside))
     return given
 
 
@@ -203,10 +219,10 @@ _UNITS = {
 
 def parse_size(size: str) -> int:
     """Bytes of a size such as `6GiB`, `500MB` or `1073741824`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?i?)b?\s*", size.lower())
     if match is None or match[2] not in _UNITS:
         raise UsageError(
-            f"{size!r} is not a size", remedy="write a number of bytes, or one with a unit, such as 6GiB or 500MB"
+            f"{size[:100]!r} is not a size", remedy="write a number of bytes, or one with a unit, such as 6GiB or 500MB"
         )
     return int(float(match[1]) * _UNITS[match[2]])
 

@@ -26,7 +26,7 @@ def plan(
     cache_dir: o.CacheOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Say what a build would do: its parts, memory, what the cache has and why it lacks the rest. Compiles nothing."""
+    """Say what a build would do: parts, memory, cache hits and why a miss. Compiles nothing."""
     flags = {
         "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets,
         "seq_len": seq_len, "activations": activations, "memory_budget": memory_budget, "logits": logits,

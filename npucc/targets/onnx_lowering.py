@@ -304,14 +304,6 @@ def _gather(w: _Writer, node: Node) -> None:
     w.emit("GatherElements", [_name(source), _name(index)], node.name, axis=_ints(axis)[0])
 
 
-def _index_add(w: _Writer, node: Node) -> None:
-    base, axis, index, source = node.args[:4]
-    if axis != 0 or node.kwargs:
-        raise UnsupportedOperatorError("index_add is only known along axis 0, without alpha", where=w.graph.name)
-    rows = w.emit("Unsqueeze", [w.operand(index, "i64"), w.integers([1])], f"{node.name}.rows")
-    w.emit("ScatterND", [_name(base), rows, _name(source)], node.name, reduction="add")
-
-
 def _where(w: _Writer, node: Node) -> None:
     condition, yes, no = node.args
     w.emit("Where", [_name(condition), w.operand(yes, node.type.dtype), w.operand(no, node.type.dtype)], node.name)
@@ -363,7 +355,6 @@ _HANDLERS: dict[str, Handler] = {
     "aten.expand.default": _expand,
     "aten.full.default": _full,
     "aten.gather.default": _gather,
-    "aten.index_add.default": _index_add,
     "aten.index_select.default": _index_select,
     "aten.mm.default": _mm,
     "aten.permute.default": _permute,

@@ -148,7 +148,9 @@ def finish(config: ModelConfig, shape: HeadShape) -> Graph:
 def end(config: ModelConfig, shape: HeadShape) -> Graph:
     """Sum the losses of all blocks, and put the gradients of their rows back into (S, H).
 
-    `where` keeps what an unused block holds from an earlier step out of the sums.
+    `where` keeps what an unused block holds from an earlier step out of the sums. The rows are put back by a product
+    with a matrix of zeros and ones and not by a scatter: unused entries all point at row 0, and onnxruntime's ScatterND
+    adds to equal indices from several threads without a lock.
     """
     S, H, B, n = shape.seq_len, config.hidden_size, shape.blocks, shape.rows
 
@@ -159,7 +161,8 @@ def end(config: ModelConfig, shape: HeadShape) -> Graph:
         zero = torch.zeros(())
         loss_sum = torch.where(used, losses, zero).sum([0, 1])
         kept = torch.where(used[:, :, None], d_rows, zero).view(B * n, H)
-        return loss_sum, torch.zeros(S, H).index_add(0, rows.view(B * n), kept)
+        place = torch.arange(S, dtype=torch.int32)[:, None] == rows.view(1, B * n)  # (S, B * n)
+        return loss_sum, place.to(torch.float32) @ kept
 
     inputs = {
         "losses": TensorType("f32", (B, n)),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -226,4 +227,22 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     assert "--model takes" in str(caught.value.remedy)
     (tmp_path / "config.json").mkdir()
     with pytest.raises(UsageError, match="cannot read"):
+        read_model(tmp_path)
+
+
+def test_a_device_or_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UsageError, match="not a regular file"):
+            read_model(path)
+
+
+def test_an_overlong_name_is_a_wrong_path() -> None:
+    with pytest.raises(UsageError, match="name too long"):
+        read_model(Path("x" * 5000))
+
+
+def test_a_configuration_that_is_too_large_is_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b" " * (5 << 20) + b"{}")
+    with pytest.raises(UsageError, match="are allowed"):
         read_model(tmp_path)

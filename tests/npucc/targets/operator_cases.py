@@ -152,8 +152,6 @@ def indexing() -> list[Case]:
         Case("index-select", lambda x, i: x.index_select(0, i), (M, "i32[5]")),
         Case("index-select-columns", lambda x, i: x.index_select(1, i), (CUBE, "i64[2]")),
         Case("gather", lambda x, i: x.gather(1, i), (M, "i64[3,2]")),
-        Case("index-add", lambda x, i, y: x.index_add(0, i, y), (M, "i32[7]", "f32[7,4]")),
-        Case("index-add-long", lambda x, i, y: x.index_add(0, i, y), (M, "i64[2]", "f32[2,4]")),
         Case("where", torch.where, (BOOL, M, M)),
         Case("where-broadcast", torch.where, ("bool[3,1]", M, SCALAR)),
         Case("where-promotes", torch.where, (BOOL, M, INT)),

@@ -1,7 +1,7 @@
-"""The whole path in one go: key, build, verify, train a real model on real text, export, and a bundle with one wrong bit.
+"""The whole path in one go: key, build, verify, train a real model on real text, export, refuse a flipped bit.
 
-Every step is a command that can be typed; the script prints it before it runs it. The text is the Python language reference,
-which comes with every Python.
+Every step is a command that can be typed; the script prints it before it runs it. The text is the Python language
+reference, which comes with every Python.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def say(text: str) -> None:
 
 
 def command(*words: str | Path, expect: int = 0, read: bool = False) -> str:
-    """Show a command and run it; end the demo if its exit code is not the expected one. Return its output if it is read."""
+    """Show a command and run it; end the demo if its exit code is not the expected one. Return its output if `read`."""
     shown = " ".join(str(word) for word in words)
-    print(textwrap.fill(f"$ {shown}", 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False), flush=True)
+    lines = textwrap.wrap(f"$ {shown}", 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    print("\n".join(lines), flush=True)
     output = subprocess.PIPE if read else None
     done = subprocess.run([BIN / str(words[0]), *map(str, words[1:])], stdout=output, text=True, check=False)
     if done.returncode != expect:
@@ -53,15 +54,17 @@ def plot(log: Path, before: float, picture: Path) -> float:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     steps = [r for r in records if r["event"] == "step"]
     held = [(0, before), *((r["step"], r["loss"]) for r in records if r["event"] == "evaluation")]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="tab:blue", alpha=0.6, label="training, per step")
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    xs, ys = [r["step"] for r in steps], [r["loss"] for r in steps]
+    axes.plot(xs, ys, color="tab:blue", alpha=0.6, label="training, per step")
     axes.plot([s for s, _ in held], [x for _, x in held], "o-", color="tab:red", label="held-out")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="SmolLM2-135M, LoRA r16 on q and v, Python language reference")
+    title = "SmolLM2-135M, LoRA r16 on q and v, Python language reference"
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)
@@ -90,19 +93,32 @@ def main() -> None:
     say("1. A key to sign with")
     command("npucc", "keygen", "--out", key)
     say("2. Compile forward, backward and AdamW, check every part against float64, sign")
-    command("npucc", "build", "--model", options.model, "--target", "cpu", "--mode", "lora", "--rank", "16", "--alpha", "32",
-            "--targets", "q,v", "--seq-len", "128", "--key", key, "-o", bundle)  # fmt: skip
+    recipe = [
+        "--target",
+        "cpu",
+        "--mode",
+        "lora",
+        "--rank",
+        "16",
+        "--alpha",
+        "32",
+        "--targets",
+        "q,v",
+        "--seq-len",
+        "128",
+    ]
+    command("npucc", "build", "--model", options.model, *recipe, "--key", key, "-o", bundle)
     say("3. What is in it, and is it what was signed?")
     command("npucc", "inspect", bundle, "--trust", f"{key}.pub")
     command("npucc", "verify", bundle, "--trust", f"{key}.pub")
     say("4. Train, without torch, transformers or a compiler")
     train, held = write_text(work)
-    base = command("npurt", "eval", "--bundle", bundle, "--trust", f"{key}.pub", "--weights", options.model, "--data", held,
-                   "--json", read=True)  # fmt: skip
+    inputs = ["--bundle", bundle, "--trust", f"{key}.pub", "--weights", options.model]
+    base = command("npurt", "eval", *inputs, "--data", held, "--json", read=True)
     before = float(json.loads(base.splitlines()[-1])["loss"])
-    command("npurt", "train", "--bundle", bundle, "--trust", f"{key}.pub", "--weights", options.model, "--data", train,
-            "--eval-data", held, "--eval-every", "10", "--steps", str(options.steps), "--accum", "2", "--lr", "1e-3",
-            "--warmup", "4", "--log-file", log, "--out", work / "adapter")  # fmt: skip
+    command("npurt", "train", *inputs, "--data", train, "--eval-data", held, "--eval-every", "10",
+            "--steps", str(options.steps), "--accum", "2", "--lr", "1e-3", "--warmup", "4", "--log-file", log,
+            "--out", work / "adapter")  # fmt: skip
     after = plot(log, before, work / "loss.png")
     say(f"5. Held-out loss fell from {before:.3f} to {after:.3f}; the curve is in {work / 'loss.png'}")
     if not after < before:

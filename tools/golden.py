@@ -2,7 +2,8 @@
 
     tests/golden/v1/   golden.npub  golden.pub  model/  train.jsonl  expected.json
 
-The model is tiny and random, the key is thrown away, and an existing golden is never replaced: a format version is released once.
+The model is tiny and random, the key is thrown away, and an existing golden is never replaced: a format version is
+released once.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def write_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -108,7 +112,8 @@ def main() -> int:
     """Write the golden of this format version if there is none."""
     folder = GOLDEN / f"v{FORMAT_VERSION}"
     if folder.exists():
-        print(f"{folder.relative_to(GOLDEN.parent.parent)} exists; a released version is never written again", file=sys.stderr)
+        place = folder.relative_to(GOLDEN.parent.parent)
+        print(f"{place} exists; a released version is never written again", file=sys.stderr)
         return 1
     write_model(folder / "model")
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
@@ -116,9 +121,8 @@ def main() -> int:
     (folder / "golden.pub").write_bytes(key.public.pem)
     recipe = Recipe(rank=4, alpha=8.0, targets=("q", "v", "down"), seq_len=SEQ_LEN)
     cache = Cache(Path("build/golden-cache"))
-    result = build(
-        read_model(folder / "model"), recipe, find("cpu"), cache, Progress("quiet"), name=f"golden-v{FORMAT_VERSION}", signer=key
-    )
+    model, name = read_model(folder / "model"), f"golden-v{FORMAT_VERSION}"
+    result = build(model, recipe, find("cpu"), cache, Progress("quiet"), name=name, signer=key)
     container.write(folder / "golden.npub", result.content)
     expected = {"manifest_digest": result.content.manifest_digest, "losses": losses(folder)}
     (folder / "expected.json").write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")

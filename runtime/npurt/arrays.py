@@ -34,7 +34,8 @@ def bfloat16() -> np.dtype[Any]:
     """numpy's dtype for bf16. Importing its package takes long, and f32 programs do without."""
     import ml_dtypes
 
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def block(nbytes: int) -> Array:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from npubundle.digest import Hasher, sha256_of
 from npubundle.errors import Error, FileError, IntegrityError, os_failure
@@ -72,12 +72,32 @@ class Blob:
             pass
 
 
+def open_readable(path: Path) -> BinaryIO:
+    """Open a file to be read once from start to end: a regular file, or a pipe such as the shell's `<(command)`.
+
+    A pipe that nobody writes to is empty. Raises `FileError` for anything else, such as a device, which may never end.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise os_failure(error, "open the file") from error
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        os.close(descriptor)
+        what = "a directory" if stat.S_ISDIR(mode) else "neither a regular file nor a pipe"
+        raise FileError(f"this is {what}", where=str(path))
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "rb")
+
+
 def open_regular(path: Path) -> tuple[int, int]:
     """Open a regular file; return its descriptor and size. Raises `FileError`; a pipe or device never blocks it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise os_failure(error, "open the file") from error
+    except ValueError as error:
+        raise FileError("no path has a NUL character", where=repr(str(path))) from error
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode):
         return descriptor, status.st_size

@@ -30,6 +30,9 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 143
 
 
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing wrong with a document: its place (`rope_scaling.type`, `train.jsonl:3:17`) and the fault."""
@@ -68,14 +71,17 @@ class Error(Exception):
         return self.what + place + "".join(f"\n  {problem}" for problem in self.problems)
 
     def render(self) -> str:
-        """The text that a command prints on standard error: `error[code]: …`, `where: …`, the problems, `hint: …`."""
+        """The text that a command prints on standard error: `error[code]: …`, `where: …`, the problems, `hint: …`.
+
+        Control characters, which names and texts of strangers may hold, are shown and do not reach the terminal.
+        """
         lines = [f"error[{self.code}]: {self.what}"]
         if self.where:
             lines.append(f"  where: {self.where}")
         lines += [f"  - {problem}" for problem in self.problems]
         if self.remedy:
             lines.append(f"  hint: {self.remedy}")
-        return "\n".join(lines)
+        return "\n".join(lines).translate(_SHOWN)
 
     def as_dict(self) -> dict[str, object]:
         """The same, for `--json`."""

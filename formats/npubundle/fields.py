@@ -31,6 +31,8 @@ E = TypeVar("E", bound=enum.Enum)
 L = TypeVar("L", str, int)
 
 MAX_REPORTED = 50
+#: Pattern of text that can be a path.
+NO_NUL = r"[^\0]+"
 
 _PLAIN = re.compile(r"[][\w./-]{1,80}")
 _NAMES = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "an integer", float: "a number"}
@@ -213,7 +215,7 @@ def number(minimum: float | None = None, maximum: float | None = None) -> Kind[f
         if type(value) is int and abs(value) <= 2**53:
             value = float(value)
         if type(value) is not float or not math.isfinite(value):
-            place.wrong(f"must be a finite number, is {_name(place.value)}")
+            place.wrong(f"must be a finite number, is {value if type(value) is float else _name(place.value)}")
             return minimum or 0.0
         if minimum is not None and value < minimum:
             place.wrong(f"must be at least {minimum}, is {value}")

@@ -32,6 +32,8 @@ class Layout:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if not (path / "oci-layout").exists():
+            raise FileError("this folder is no OCI image layout", where=str(path), remedy="name a bundle")
         raw = read_small(path / "oci-layout", 4096, FormatError)
         document = strictjson.parse(raw, what="oci-layout", max_bytes=4096)
         read(

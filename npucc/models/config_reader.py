@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from npubundle.errors import FormatError, Problem
+from npubundle.blob import read_small
+from npubundle.errors import FileError, FormatError, Problem
 from npubundle.fields import Problems
 from npubundle.model_config import ModelConfig
 from npucc.errors import UnsupportedModelError, UsageError
@@ -62,19 +64,20 @@ class Model:
 
 def read_model(path: Path, *, ignore_keys: Iterable[str] = ()) -> Model:
     """Read `config.json` from a file or a model folder. Raises UsageError or UnsupportedModelError."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path  # noqa: PTH112 -- false, not an error, for an overlong name
     try:
-        raw = file.read_bytes()
-    except FileNotFoundError:
+        raw = read_small(file, _MAX_BYTES, UsageError)
+    except FileError as failure:
+        missing = isinstance(failure.__cause__, FileNotFoundError)
         raise UsageError(
-            "there is no model configuration here",
+            "there is no model configuration here"
+            if missing
+            else f"cannot read the model configuration: {failure.what}",
             where=str(file),
             remedy="--model takes a model folder, a config.json, or a hub id such as meta-llama/Llama-3.2-1B",
-        ) from None
-    except OSError as failure:
-        raise UsageError(f"cannot read the model configuration: {failure.strerror}", where=str(file)) from failure
+        ) from failure
     try:
-        document = json.loads(raw[:_MAX_BYTES])
+        document = json.loads(raw)
     except (ValueError, RecursionError) as failure:
         raise UsageError(f"the model configuration is not JSON: {failure}", where=str(file)) from failure
     if not isinstance(document, dict):

@@ -54,7 +54,10 @@ class RunLog:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            # A pipe without a reader is an error at once, rather than a wait without end.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+            self._handle = os.open(path, flags, 0o666)
+            os.set_blocking(self._handle, True)
         except OSError as error:
             raise os_failure(error, "open the log file") from error
 

@@ -91,7 +91,10 @@ def remove_folder(path: Path) -> None:
     doomed = path.parent / f".{path.name}.{os.getpid()}{PARTIAL}"
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    try:
+        shutil.rmtree(doomed)
+    finally:  # after a signal there is nothing left either
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_partial(folder: Path) -> None:

@@ -136,6 +136,8 @@ def _row_count(shape: tuple[int, ...]) -> int:
 
 
 def _tensors(folder: Path) -> dict[str, Stored]:
+    if not folder.is_dir():
+        raise WeightsError("there is no model folder here", where=str(folder), remedy="name the folder of the model")
     if (folder / INDEX).exists():
         return _sharded(folder)
     if (folder / SINGLE).exists():

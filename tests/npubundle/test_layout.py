@@ -103,7 +103,7 @@ def test_an_index_that_declares_gigantic_documents(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_layouts(tmp_path: Path) -> None:
-    assert "No such file" in refused(tmp_path).what
+    assert "no OCI image layout" in refused(tmp_path).what
     (tmp_path / "oci-layout").write_text('{"imageLayoutVersion":"2.0.0"}')
     assert "oci-layout is not valid" in refused(tmp_path).what
     (tmp_path / "oci-layout").unlink()

@@ -27,6 +27,7 @@ class SimulatedBundle:
 
     config: BundleConfig
     manifest_digest: str
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: str, **_: Any) -> Self:

@@ -70,3 +70,9 @@ def test_disk_that_fills_up_is_told_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_versions_name_what_is_installed() -> None:
     assert versions().keys() >= {"python", "npurt", "npubundle", "numpy"}
+
+
+def test_a_pipe_without_a_reader_is_an_error_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(FileError, match="open the log file"):
+        RunLog(tmp_path / "log")

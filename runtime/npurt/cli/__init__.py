@@ -98,7 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and stop")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="Commands", parser_class=_Parser)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="Commands", parser_class=_Parser, prog="npurt"
+    )
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
             name,

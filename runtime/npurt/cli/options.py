@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from npubundle.fields import Fields, Kind, Place, Problems, flag, integer, number, read, record, text
+from npubundle.blob import read_small
+from npubundle.errors import FileError
+from npubundle.fields import NO_NUL, Fields, Kind, Place, Problems, flag, integer, number, read, record, text
 from npurt.errors import UsageError
 
 PREFIX = "NPURT_"
+_MAX_CONFIG = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,8 @@ def _truth(word: str) -> bool:
 
 
 TEXT = Form(_word, text(), "TEXT")
-FILE = Form(_word, text(), "FILE")
-FOLDER = Form(_word, text(), "DIR")
+FILE = Form(_word, text(NO_NUL, called="a path"), "FILE")
+FOLDER = Form(_word, text(NO_NUL, called="a path"), "DIR")
 WHOLE = Form(_whole, integer(), "N")
 NUMBER = Form(_number, number(), "X")
 SWITCH = Form(_truth, flag(), "")
@@ -170,7 +173,10 @@ def resolve(
     """Join flags, variables, file and defaults. Raises `UsageError` with every problem of all of them."""
     table = {option.key: option for option in options}
     problems = Problems()
-    config = config or environ.get(f"{PREFIX}CONFIG")
+    if config is None:
+        config = environ.get(f"{PREFIX}CONFIG")
+    elif not config:
+        problems.add("--config", "must not be empty")
     in_file = _read_file(config, table, problems) if config else {}
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -210,10 +216,10 @@ def _check(option: Option, value: Any, place: str, problems: Problems) -> None:
 
 def _read_file(path: str, table: Mapping[str, Option], problems: Problems) -> dict[str, Any]:
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"cannot read the configuration: {error.strerror}", where=path) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = tomllib.loads(read_small(Path(path), _MAX_CONFIG, UsageError).decode("utf-8-sig"))
+    except FileError as error:
+        raise UsageError(f"cannot read the configuration: {error.what}", where=path) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the configuration is not TOML: {error}", where=path) from error
 
     def build(fields: Fields) -> dict[str, Any]:

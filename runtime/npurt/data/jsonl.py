@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from npubundle.blob import open_readable
+from npubundle.errors import FileError
 from npurt.data.faults import Faults, Place, column_of, excerpt
 from npurt.data.rows import Row, parse_row
 from npurt.errors import DataError
@@ -68,7 +70,7 @@ def read_rows(paths: Sequence[Path]) -> Rows:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with their numbers, without byte-order marks and line ends."""
     try:
-        with path.open("rb") as file:
+        with open_readable(path) as file:
             for number, raw in enumerate(file, start=1):
                 if number == 1 and raw.startswith(_UTF16_MARKS):
                     raise DataError(
@@ -77,9 +79,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                         remedy=f"iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl",
                     )
                 yield number, raw.removeprefix(_BOM).removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as error:
+    except (FileError, OSError) as error:
+        why = error.what if isinstance(error, FileError) else error.strerror
         raise DataError(
-            f"the file cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions"
+            f"the file cannot be read: {why}", where=str(path), remedy="check the path and its permissions"
         ) from error
 
 

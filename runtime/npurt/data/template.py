@@ -117,6 +117,12 @@ class ChatTemplate:
                     where=f"{self._where}, line {error.lineno} of the template",
                     remedy="take the template from the model's publisher again",
                 ) from error
+            except RecursionError as error:
+                raise DataError(
+                    "the chat template is nested too deeply",
+                    where=str(self._where),
+                    remedy="take the template from the model's publisher again",
+                ) from error
         return self._compiled[name]
 
     @staticmethod

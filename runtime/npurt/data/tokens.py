@@ -57,6 +57,8 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         path = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise DataError("there is no model folder here", where=str(folder), remedy="name the folder of the model")
         if not path.is_file():
             raise DataError(
                 "the model folder has no tokenizer.json",

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from npubundle.errors import FileError, Problem
+from npubundle.errors import FileError, Problem, os_failure
 from npurt.engine import Array
 from npurt.errors import DivergedError
 from npurt.storage import PARTIAL, place_files
@@ -110,12 +110,15 @@ def require_adapter_folder(folder: Path, *, keep: Iterable[Path] = ()) -> None:
 
     It could be the folder of a model, or any other that was named by mistake.
     """
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise FileError("the place for the adapter is a file", where=str(folder), remedy="name a folder")
     kept = {path.absolute() for path in keep}
-    strangers = sorted(path.name for path in folder.iterdir() if not _is_ours(path) and path.absolute() not in kept)
+    try:
+        strangers = sorted(path.name for path in folder.iterdir() if not _is_ours(path) and path.absolute() not in kept)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if isinstance(error, NotADirectoryError) and folder.exists():
+            raise FileError("the place for the adapter is a file", where=str(folder), remedy="name a folder") from error
+        raise os_failure(error, "write to the output folder") from error
     if strangers:
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise FileError(

@@ -151,6 +151,8 @@ def test_flags_win_over_the_file(run: Run, recipe: Path, warm_cache: Cache) -> N
         (RECIPE.replace("[recipe]", "recipe = 3\n[other]"), "recipe: must be a table"),
         ("model = ", "the recipe is not TOML"),
         ("[" * 5000, "the recipe is not TOML"),
+        ('model = "a\\u0000b"\n', "model: must be text without NUL"),
+        ("#" * (1 << 20) + "\n", "are allowed"),
     ],
 )
 def test_faults_of_a_recipe_file_are_named(run: Run, recipe: Path, text: str, said: str) -> None:
@@ -198,6 +200,8 @@ def test_sizes(size: str, bytes_: int) -> None:
         (["--targets", ""], 2, "targets: must have at least 1 items"),
         (["--alpha", "0"], 2, "alpha: must be at least"),
         (["--memory-budget", "much"], 2, "'much' is not a size"),
+        (["--memory-budget", "9" * 400], 2, "is not a size"),
+        (["--alpha", "nan"], 2, "alpha: must be a finite number, is nan"),
         (["--memory-budget", "0"], 2, "memory_budget: must be at least 1"),
         (["--target", "abacus"], 2, "error[usage]: unknown target 'abacus'\n  hint: targets of this release: cpu"),
         (["--model", "nowhere"], 2, "error[usage]: there is no model configuration here\n  where: nowhere"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,26 @@ def test_configuration_errors_name_where_the_value_came_from(config: Path) -> No
     with pytest.raises(UsageError) as caught:
         train_config(settings)
     assert {problem.where for problem in caught.value.problems} == {"--grad-clip", "NPURT_BETA1", f"{config}: accum"}
+
+
+def test_an_empty_name_of_a_configuration_is_an_error() -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(OPTIONS, {"data": ["x"]}, config="", environ={})
+    assert {p.where: p.what for p in caught.value.problems} == {"--config": "must not be empty"}
+
+
+def test_a_configuration_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="not a regular file"):
+        resolved(config=tmp_path / "pipe")
+
+
+def test_a_path_with_nul_is_refused(config: Path) -> None:
+    config.write_text('data = ["a\\u0000b"]')
+    assert problems(config=config) == {f"{config}: data[0]": "must be a path, is 'a\\x00b'"}
+
+
+def test_a_missing_bundle_names_the_help_that_there_is() -> None:
+    with pytest.raises(UsageError) as caught:
+        build_parser().parse_args(["verify"])
+    assert caught.value.remedy == "npurt verify --help"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,25 @@ def test_an_excerpt_of_a_long_line_surrounds_the_column() -> None:
     assert "XYZ" in shown
     assert shown[0] == shown[-1] == "…"
     assert len(shown) == EXCERPT_WIDTH
+
+
+def test_a_pipe_is_read_and_one_that_nobody_writes_to_has_no_rows(tmp_path: Path) -> None:
+    pipe = tmp_path / "rows"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match="no rows"):
+        read_rows([pipe])
+    keeping = os.open(pipe, os.O_RDWR)
+    os.write(keeping, b'{"text": "a"}\n')
+    reading, writing = os.pipe()
+    os.write(writing, b'{"text": "b"}\n')
+    os.close(writing)
+    try:
+        assert len(read_rows([Path(f"/dev/fd/{reading}")]).rows) == 1
+    finally:
+        os.close(reading)
+        os.close(keeping)
+
+
+def test_a_device_is_no_data() -> None:
+    with pytest.raises(DataError, match="neither a regular file nor a pipe"):
+        read_rows([Path("/dev/zero")])

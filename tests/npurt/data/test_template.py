@@ -237,3 +237,8 @@ def test_rendering_leaves_the_messages_alone(model_folder: Callable[..., Path]) 
     chat = [dict(message) for message in CHATS["reasoning"]]
     open_template(model_folder("thinking")).render(chat)
     assert chat == CHATS["reasoning"]
+
+
+def test_a_template_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(DataError, match="nested too deeply"):
+        ChatTemplate({"default": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"}, {}, CLOCK, "a").render([USER])

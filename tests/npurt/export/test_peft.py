@@ -189,3 +189,8 @@ def test_adapter_files_missing_or_damaged(adapter: Path, name: str) -> None:
 def test_settings_of_other_tools_that_change_nothing_are_accepted(adapter: Path) -> None:
     change(adapter, target_modules="all-linear", lora_dropout=0.1, megatron_core="megatron.core", something_new=1)
     assert sorted(load_adapter(adapter, RECIPE, SHAPES)) == sorted(SHAPES)
+
+
+def test_an_overlong_name_of_a_folder_is_a_wrong_path(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="name too long"):
+        peft.require_adapter_folder(tmp_path / ("x" * 300))

@@ -100,6 +100,9 @@ def _rope(fields: Fields) -> Rope:
     if not isinstance(given, dict):
         fields.wrong(key, "must be an object or null")
         given = {}
+    for name, other in (("rope_theta", base), ("rope_type", given.get("type"))):
+        if other is not None and given.get(name, other) != other:
+            fields.wrong(f"{key}.{name}", f"contradicts {other!r}, which another key has for the same thing")
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_PARAMETERS:
         known = ", ".join(ROPE_PARAMETERS)

@@ -246,3 +246,17 @@ def test_a_configuration_that_is_too_large_is_not_cut(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b" " * (5 << 20) + b"{}")
     with pytest.raises(UsageError, match="are allowed"):
         read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_parameters.rope_theta",
+        ),
+        ({"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
+    ],
+)
+def test_two_spellings_of_one_rope_value_must_agree(keys: dict[str, Any], where: str) -> None:
+    assert "contradicts" in problems(config() | keys)[where]

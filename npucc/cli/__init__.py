@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 from types import FrameType
 
 import typer
@@ -38,6 +40,7 @@ app.command("keygen")(keygen.keygen)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; every error a user can act on is one message on standard error."""
     signal.signal(signal.SIGTERM, _terminated)
+    _prepare_streams()
     words = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(args=words, prog_name="npucc", standalone_mode=False)
@@ -53,6 +56,17 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as failure:  # noqa: BLE001 -- the last resort: a fault of ours becomes a message and an exit code
         return _report(_as_error(failure), words)
     return code if isinstance(code, int) else 0
+
+
+def _prepare_streams() -> None:
+    """Closed streams (`>&-`) swallow what is printed, and a narrow encoding replaces characters."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 -- open until the process ends
+            setattr(sys, name, nowhere)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _report(failure: Error, words: list[str]) -> int:

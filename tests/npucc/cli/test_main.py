@@ -89,3 +89,14 @@ def test_out_of_memory_is_a_resource(run: Run, options: list[str], monkeypatch: 
 
 def test_the_variable_of_the_cache_has_one_name() -> None:
     assert npucc.cli.options.CACHE_VARIABLE == npucc.cache.ENVIRONMENT_VARIABLE
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_stream_swallows_what_is_printed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, closed: str
+) -> None:
+    monkeypatch.setattr(sys, closed, None)
+    assert run("keygen", "--out", tmp_path / "key").code == 0
+    again = run("keygen", "--out", tmp_path / "key")
+    assert (again.code, again.out) == (1, "")
+    getattr(sys, closed).close()

@@ -14,6 +14,7 @@ from npucc.passes import remove_dead_code, simplify
 from npucc.passes.canonicalize import canonicalize
 from npucc.passes.inplace import inplace_pairs
 from npucc.passes.partition import partition
+from npucc.passes.plain_products import plain_products
 from npucc.targets import CutPolicy
 from npucc.training import embedding, head, layer, optimizer
 from npucc.training.head import HeadShape
@@ -75,7 +76,7 @@ def _layer_graphs(raw: Graph) -> list[Graph]:
     joint = simplify(raw)
     gradients = {name for name, _ in joint.outputs if name not in {"y", "dx"}}
     halves = partition(joint, tangents={"dy"}, forward_outputs={"y"})
-    plain = remove_dead_code(canonicalize(raw)).renumbered()
+    plain = plain_products(remove_dead_code(canonicalize(raw))).renumbered()
     return [
         _named("layer.forward", joint, {"y"}),
         _named("layer.backward", joint, {"dx"} | gradients),

@@ -29,7 +29,7 @@ from npucc.build import (
     lower,
     saved_layers,
 )
-from npucc.cache import Cache
+from npucc.cache import Cache, Identity
 from npucc.parts import trace
 from npucc.program_builder import training_program
 from npucc.progress import Progress
@@ -122,14 +122,15 @@ def test_nothing_measured_or_of_the_host_is_in_what_is_signed(signed: Compiled) 
 
 
 def test_parts_with_equal_graphs_are_compiled_once(lowered: Lowered, tmp_path: Path) -> None:
-    recipe = replace(lowered.traced.recipe, activations=Activations.RECOMPUTE)
-    made = lower(lowered.traced.model, recipe, cpu)
-    twins = {"layer.forward", "reference.layer.forward"}
-    assert len({made.identities[name].key for name in twins}) == 1
+    embed = lowered.traced.parts["embed"]
+    twin = replace(embed, name="twin", graph=replace(embed.graph, name="twin"))
+    traced = replace(lowered.traced, parts=dict(lowered.traced.parts) | {"twin": twin})
+    identity = Identity.of("twin", twin.graph, cpu.NAME, {}, cpu.toolchain())
+    made = replace(lowered, traced=traced, identities=dict(lowered.identities) | {"twin": identity})
     entries, compiled = compile_all(made, Cache(tmp_path), QUIET)
     assert compiled == len(made.identities) - 1
     config = assemble(made, entries, compiled).config
-    assert len({config.part(name).digest for name in twins}) == 1
+    assert config.part("twin").digest == config.part("embed").digest
 
 
 def recompiled(lowered: Lowered, warm_cache: Cache, recipe: Recipe) -> set[str]:
@@ -148,8 +149,7 @@ def test_another_rank_compiles_only_what_contains_lora(lowered: Lowered, warm_ca
 
 def test_another_policy_compiles_only_layers(lowered: Lowered, warm_cache: Cache) -> None:
     missing = recompiled(lowered, warm_cache, replace(lowered.traced.recipe, activations=Activations.RECOMPUTE))
-    # `layer.forward` has nothing that a pass could simplify: it is the part of the reference program.
-    assert missing == {"layer.backward", "layer.backward.first"}
+    assert missing == {"layer.forward", "layer.backward", "layer.backward.first"}
 
 
 def test_logits_compile_only_their_slices(lowered: Lowered, warm_cache: Cache) -> None:

@@ -145,6 +145,20 @@ def test_the_reference_program_has_the_same_gradients(setup: Setup) -> None:
     assert_near(machine["grad"], gradient)
 
 
+@pytest.mark.parametrize("saved", [0, 2])
+def test_the_reference_shares_no_part_with_layers_and_loss(tied: Setup, saved: int) -> None:
+    """What is compared with itself is always right."""
+    reference = payloads(tied, reference_program(tied.traced), ("reference",))
+    train = payloads(tied, training_program(tied.traced, saved), ("layer", "head.slice", "head.finish"))
+    assert len(reference) == 5
+    assert reference.isdisjoint(train)
+
+
+def payloads(setup: Setup, program: Program, prefixes: tuple[str, ...]) -> set[bytes]:
+    """What the parts of a program with these names compile to."""
+    return {cpu.compile_part(setup.traced.parts[p].graph) for p in program.parts() if p.startswith(prefixes)}
+
+
 def test_an_update_is_a_clipped_step_of_adamw(tied: Setup) -> None:
     machine = tied.interpreter(training_program(tied.traced, 1))
     machine.set(moment1=0.0, moment2=0.0)

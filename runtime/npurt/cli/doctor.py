@@ -84,6 +84,7 @@ def _disk() -> Finding:
 
 
 def _onnxruntime() -> Finding:
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # as npurt.devices.cpu does
     try:
         import onnxruntime
     except ImportError as error:

@@ -8,6 +8,7 @@ memory goes back to the system while they load (otherwise 0.3 GB of holes remain
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from npurt.devices.onnx_wire import identity_model, with_constants
 from npurt.errors import DeviceError, UsageError
 from npurt.host import available_memory, return_freed_blocks, usable_cpus
 
+# The official builds of onnxruntime report every process to their maker, unless told not to before they are loaded.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 try:
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as _state

@@ -15,13 +15,14 @@ from npucc.passes.canonicalize import canonicalize
 from npucc.passes.common_subexpressions import merge_common_subexpressions
 from npucc.passes.expands import BROADCASTING, broadcast, drop_expands
 from npucc.passes.layouts import fold_layouts
+from npucc.passes.plain_products import plain_products
 from tests.npucc.passes.random_graphs import Sample, samples
 from tests.npucc.tiny import SEQ_LEN, assert_equal_functions, causal_tables, evaluate, random_inputs
 
 FEW = settings(max_examples=30, deadline=None)
 Pass = Callable[[Graph], Graph]
 PASSES: list[Pass] = [
-    canonicalize, drop_expands, fold_layouts, merge_common_subexpressions, remove_dead_code, simplify
+    canonicalize, drop_expands, fold_layouts, merge_common_subexpressions, plain_products, remove_dead_code, simplify
 ]  # fmt: skip
 F = "f32"
 

@@ -150,7 +150,7 @@ def test_the_reference_shares_no_part_with_layers_and_loss(tied: Setup, saved: i
     """What is compared with itself is always right."""
     reference = payloads(tied, reference_program(tied.traced), ("reference",))
     train = payloads(tied, training_program(tied.traced, saved), ("layer", "head.slice", "head.finish"))
-    assert len(reference) == 5
+    assert len(reference) >= 5
     assert reference.isdisjoint(train)
 
 

@@ -32,6 +32,8 @@ MEMORY = 16 << 30
 #: stay below 1e-6; a wrong rewrite is off by far more than this.
 BOUND = 2e-5
 
+_PROVIDERS = ["CPUExecutionProvider"]
+
 
 def toolchain() -> dict[str, str]:
     """Everything beside the graph that can change a part's bytes."""
@@ -59,17 +61,25 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
-@cache
-def _options() -> Any:
+def _session(payload: bytes) -> Any:
+    """A session with threads of its own, or with those of the process where it has a common pool (npurt makes one)."""
+    library = _onnxruntime()
+    try:
+        return library.InferenceSession(payload, _options(own_threads=True), providers=_PROVIDERS, enable_fallback=0)
+    except RuntimeError:
+        return library.InferenceSession(payload, _options(own_threads=False), providers=_PROVIDERS, enable_fallback=0)
+
+
+def _options(*, own_threads: bool) -> Any:
     options = _onnxruntime().SessionOptions()
     options.log_severity_level = 3
+    options.use_per_session_threads = own_threads
     return options
 
 
 def execute(payload: bytes, inputs: Mapping[str, npt.NDArray[Any]]) -> Sequence[npt.NDArray[Any]]:
     """Run a part on this host, inputs by name. For checks at build time; training runs through npurt."""
-    session = _onnxruntime().InferenceSession(payload, _options(), providers=["CPUExecutionProvider"])
-    results = session.run(None, dict(inputs))
+    results = _session(payload).run(None, dict(inputs))
     if not all(isinstance(result, np.ndarray) for result in results):
         raise InternalError("onnxruntime returned something that is not a tensor")
     return results  # type: ignore[no-any-return]

@@ -91,11 +91,15 @@ def _onnxruntime() -> Finding:
         return Finding("onnxruntime", "fails", f"cannot be imported: {error}", "pip install 'npurt[cpu]'")
     import numpy as np
 
+    from npurt.devices.cpu import CpuDevice
     from npurt.devices.onnx_wire import identity_model
 
     providers = ", ".join(onnxruntime.get_available_providers())
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False  # as training has it, with the threads of the device
     try:
-        session = onnxruntime.InferenceSession(identity_model(17), providers=["CPUExecutionProvider"])
+        CpuDevice()
+        session = onnxruntime.InferenceSession(identity_model(17), options, providers=["CPUExecutionProvider"])
         (result,) = session.run(None, {session.get_inputs()[0].name: np.array(3, dtype=np.float32)})
     except Exception as error:  # noqa: BLE001 -- onnxruntime has no root of its own for what it raises
         return Finding(

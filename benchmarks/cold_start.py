@@ -4,7 +4,7 @@ npurt runs as its users run it, `npurt train` with default settings and a run of
 prints the first step. The rivals are the same training with transformers and PEFT, eager and with torch.compile whose
 cache on disk is warm.
 
-    python benchmarks/cold_start.py [--rounds 5] [--with-cold-compile]
+    python benchmarks/cold_start.py [--rounds 5] [--no-compile] [--with-cold-compile]
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def first_line(command: list[str], marker: str, **environment: str) -> Figures:
     raise RuntimeError(f"{command[0]} ended before its first step")
 
 
-def contenders(folder: Path, *, cold_compile: bool) -> dict[str, Callable[[], Figures]]:
+def contenders(folder: Path, *, compile_rival: bool, cold_compile: bool) -> dict[str, Callable[[], Figures]]:
     """npurt and its rivals, each ready to run."""
     from pydoc_data.topics import topics
 
@@ -78,6 +78,9 @@ def contenders(folder: Path, *, cold_compile: bool) -> dict[str, Callable[[], Fi
         "peft-eager": lambda: first_line([*map(str, rival), "eager"], "first step"),
     }
 
+    if not compile_rival:
+        return found
+
     def compiled() -> Figures:
         return first_line([*map(str, rival), "compile"], "first step", **cache)
 
@@ -93,9 +96,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--with-cold-compile", action="store_true", help="report the first compilation as well")
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled rival out, which takes minutes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = in_turn(contenders(Path(folder), cold_compile=options.with_cold_compile), options.rounds)
+        flags = {"compile_rival": not options.no_compile, "cold_compile": options.with_cold_compile}
+        found = in_turn(contenders(Path(folder), **flags), options.rounds)
     ours = found["npurt"]["seconds"]
     ratios = {name: values["seconds"] / ours for name, values in found.items() if name != "npurt"}
     for name, values in found.items():

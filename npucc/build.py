@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,14 +238,18 @@ def build(
     *,
     name: str | None = None,
     signer: Signer | None = None,
+    on_lowered: Callable[[Lowered], None] | None = None,
 ) -> Compiled:
-    """The whole way. Raises CompilerError; a numerics check that fails leaves no entry in the cache."""
+    """The whole way. Raises CompilerError; a numerics check that fails leaves no entry in the cache.
+
+    `on_lowered` is called with the lowered step before anything is compiled, for a dump of it.
+    """
     with progress.step("trace", f"{model.config.num_hidden_layers} layers, {recipe.seq_len} tokens"):
         lowered = lower(model, recipe, target)
+    if on_lowered is not None:
+        on_lowered(lowered)
     try:
         entries, compiled = compile_all(lowered, cache, progress)
     except MemoryError:
-        raise ResourceError(
-            "the host has not enough memory to check a part", remedy="use a host with more memory"
-        ) from None
+        raise ResourceError("out of memory", remedy="use a host with more memory") from None
     return assemble(lowered, entries, compiled, name=name, signer=signer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -68,13 +69,16 @@ def build(
             "warning: without --key the bundle is unsigned, and a device host refuses it under the default policy"
         )
     chosen = find(wanted.target)
-    compilable = read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys)
-    with show.step("trace", f"{compilable.config.num_hidden_layers} layers, {wanted.recipe.seq_len} tokens"):
-        lowered = builder.lower(compilable, wanted.recipe, chosen)
-    if dump:
-        write_dump(dump, lowered)
-    entries, compiled = builder.compile_all(lowered, o.cache(cache_dir), show)
-    result = builder.assemble(lowered, entries, compiled, name=wanted.name, signer=signer)
+    result = builder.build(
+        read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys),
+        wanted.recipe,
+        chosen,
+        o.cache(cache_dir),
+        show,
+        name=wanted.name,
+        signer=signer,
+        on_lowered=partial(write_dump, dump) if dump else None,
+    )
     path = output or Path(f"{result.config.name}.npub")
     container.write(path, result.content)
     total = result.compiled + result.cached

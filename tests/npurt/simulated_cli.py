@@ -52,7 +52,10 @@ def install(settings: dict[str, Any]) -> None:
     def trainer(_bundle: object, weights: str, config: Any, **keywords: Any) -> Any:
         alive = Path(os.environ.get("SIMULATOR_ALIVE", os.devnull))
         alive.write_text("0")
-        time.sleep(settings.get("load_seconds", 0))
+        jobs = round(10 * settings.get("load_seconds", 0))
+        for done in range(jobs):
+            keywords["progress"](done, jobs)
+            time.sleep(0.1)
         poison = {int(step): what for step, what in settings.get("poison", {}).items()}
         simulator = Simulator(poison=poison)
         micro_step = simulator._micro_step

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from npurt.background import Advance, Background
 from npurt.cli.options import Settings
 from npurt.config import TrainConfig
 from npurt.errors import MismatchError
@@ -71,17 +72,51 @@ def open_bundle(settings: Settings, progress: Progress) -> Bundle:
     return bundle
 
 
-@contextmanager
-def open_trainer(
-    settings: Settings, progress: Progress, bundle: Bundle, config: TrainConfig, **keywords: Any
-) -> Iterator[Trainer]:
-    """Bind the weights."""
-    from npurt.trainer import Trainer
+class TrainerOpening:
+    """Binds the weights in a thread, so that data can be read meanwhile. Closes the trainer when the block ends."""
 
-    with progress.phase("weights", settings["weights"]) as advance:
-        trainer = Trainer(bundle, settings["weights"], config, device=settings["device"], progress=advance, **keywords)
-    with trainer:
-        yield trainer
+    def __init__(self, settings: Settings, bundle: Bundle, config: TrainConfig, **keywords: Any) -> None:
+        self._settings = settings
+        self._bundle = bundle
+        self._config = config
+        self._keywords = keywords
+        self._work: Background[Trainer] | None = None
+
+    def start(self, planned_micro_steps: int) -> None:
+        """Begin, unless that has been done."""
+        if self._work is None:
+            open_it = functools.partial(self._open, planned_micro_steps)
+            self._work = Background(open_it, "open-trainer")
+
+    def finish(self, progress: Progress) -> Trainer:
+        """The trainer, as soon as it is there. Raises what opening it raised."""
+        if self._work is None:
+            raise RuntimeError("it was not started")
+        with progress.phase("weights", self._settings["weights"]) as advance:
+            return self._work.result(advance)
+
+    def _open(self, planned_micro_steps: int, advance: Advance) -> Trainer:
+        from npurt.trainer import Trainer
+
+        return Trainer(
+            self._bundle,
+            self._settings["weights"],
+            self._config,
+            device=self._settings["device"],
+            planned_micro_steps=planned_micro_steps,
+            progress=advance,
+            **self._keywords,
+        )
+
+    def __enter__(self) -> Self:
+        """Nothing is started yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give up what is not finished, and close the trainer."""
+        trainer = self._work.give_up() if self._work is not None else None
+        if trainer is not None:
+            trainer.close()
 
 
 def load_data(

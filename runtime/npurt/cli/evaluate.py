@@ -26,8 +26,11 @@ def run(settings: Settings, _signals: Signals) -> int:
         bundle = stack.enter_context(common.open_bundle(settings, progress))
         dataset = common.load_data(settings["data"], settings, progress, bundle, config.data_options())
         progress.note(dataset.preview(color=progress.color))
-        keywords = {"init_adapter": settings["adapter"], "planned_micro_steps": len(dataset), "phases": ["evaluate"]}
-        trainer = stack.enter_context(common.open_trainer(settings, progress, bundle, config, **keywords))
+        opening = stack.enter_context(
+            common.TrainerOpening(settings, bundle, config, init_adapter=settings["adapter"], phases=["evaluate"])
+        )
+        opening.start(len(dataset))
+        trainer = opening.finish(progress)
         with progress.phase("eval", f"{len(dataset):,} sequences"):
             report = trainer.evaluate(dataset)
     output.result(str(report), report.to_dict() | {"adapter": settings["adapter"], "data": dataset.counts.as_dict()})

@@ -48,6 +48,11 @@ def run(settings: Settings, signals: Signals) -> int:
     with ExitStack() as stack:
         bundle = stack.enter_context(common.open_bundle(settings, progress))
         folder = None if settings["dry_run"] else stack.enter_context(_output_folder(settings, bundle))
+        opening = stack.enter_context(
+            common.TrainerOpening(settings, bundle, config, init_adapter=settings["init_adapter"])
+        )
+        if folder is not None and config.steps is not None:  # otherwise the length of the run depends on the data
+            opening.start(config.steps * config.accum)
         dataset = common.load_data(settings["data"], settings, progress, bundle, config.data_options())
         held_out = None
         if settings["eval_data"]:
@@ -61,16 +66,8 @@ def run(settings: Settings, signals: Signals) -> int:
         stack.enter_context(_warnings_to(progress, log))
         if log.is_open:
             log.write("run", _header(settings, config, bundle, dataset, total))
-        trainer = stack.enter_context(
-            common.open_trainer(
-                settings,
-                progress,
-                bundle,
-                config,
-                init_adapter=settings["init_adapter"],
-                planned_micro_steps=total * config.accum,
-            )
-        )
+        opening.start(total * config.accum)
+        trainer = opening.finish(progress)
         folder.clear_checkpoints()
         shared = _Run(config, progress, output, log, signals)
         with signals.finishing_with(trainer.request_stop):

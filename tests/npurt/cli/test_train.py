@@ -181,9 +181,16 @@ def test_signal_while_loading(cli: Cli) -> None:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
     assert stdout == ""
-    assert "[weights]" in stderr
     assert stderr.splitlines()[-1] == "interrupted"
     assert not cli.out.exists()
+
+
+def test_bad_data_is_told_while_weights_are_still_loading(cli: Cli) -> None:
+    cli.data.write_text("{}\n")
+    with cli.start("train", simulator={"load_seconds": 3600}) as process:
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 6, stderr
+    assert str(cli.data) in stderr
 
 
 def test_background_jobs_of_shells_can_be_interrupted(cli: Cli) -> None:

@@ -110,6 +110,7 @@ def bundle_name(lowered: Lowered) -> str:
 
 def compile_all(lowered: Lowered, cache: Cache, progress: Progress) -> tuple[dict[str, Entry], int]:
     """Every part by name, from the cache or compiled and checked now; and how many keys were compiled."""
+    cache.remove_abandoned()
     by_key: dict[str, Entry] = {}
     compiled = 0
     inputs = samplers(lowered.traced)

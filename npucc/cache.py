@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from npubundle import canonical
-from npubundle.atomic import replacing
+from npubundle.atomic import remove_abandoned, replacing
 from npubundle.digest import sha256_of
 from npucc.graph import Graph
 from npucc.numerics import NUMERICS_VERSION, Measured
 
 ENVIRONMENT_VARIABLE = "NPUCC_CACHE"
 _MAX_HEADER = 1 << 20
+_A_DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,10 @@ class Cache:
         }
         with replacing(path) as file:
             file.write(canonical.encode(header) + b"\n" + entry.payload)
+
+    def remove_abandoned(self) -> None:
+        """Delete what builds that were killed a day ago or earlier left half-written."""
+        remove_abandoned(self.root.glob("parts/*/.*"), _A_DAY)
 
     def why_missing(self, identity: Identity) -> str:
         """Why a build would compile this part, in words: what differs from the nearest entry of the same name."""

@@ -58,8 +58,8 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
     adapters = layer.adapters(model, recipe)
     trained = config.num_hidden_layers * sum(kind.elements for a in adapters for _, _, kind in a.matrices)
     graphs = [embedding.tables(config, recipe.seq_len), embedding.embed(config, recipe.seq_len)]
-    raw = layer.joint(model, recipe)
-    graphs += _layer_graphs(raw)
+    raw = layer.joint(model, recipe, query_rows=cut.query_rows)
+    graphs += _layer_graphs(raw, cut)
     graphs += _head_graphs(model, recipe, shape)
     parts = {graph.name: PartSpec(graph.name, graph) for graph in graphs}
     for graph, pairs in (
@@ -71,11 +71,11 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
     return Traced(model, recipe, shape, parts, trained, raw)
 
 
-def _layer_graphs(raw: Graph) -> list[Graph]:
+def _layer_graphs(raw: Graph, cut: CutPolicy) -> list[Graph]:
     """All cuts of the joint graph. The first layer's backward needs no gradient of its input: embeddings are frozen."""
     joint = simplify(raw)
     gradients = {name for name, _ in joint.outputs if name not in {"y", "dx"}}
-    halves = partition(joint, tangents={"dy"}, forward_outputs={"y"})
+    halves = partition(joint, tangents={"dy"}, forward_outputs={"y"}, repeat_products_within=cut.repeat_products_within)
     plain = plain_products(remove_dead_code(canonicalize(raw))).renumbered()
     return [
         _named("layer.forward", joint, {"y"}),

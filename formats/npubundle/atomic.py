@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+#: How the names of temporary files end; they begin with a dot.
+SUFFIX = ".tmp"
 
 
 def sibling(path: Path) -> Path:
     """Return an unused name beside `path`, on the same file system, for something that will be renamed to it."""
-    return path.with_name(f".{secrets.token_hex(8)}.tmp")
+    return path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
+
+
+def remove_abandoned(files: Iterable[Path], older_than: float) -> None:
+    """Delete temporary files that were last written `older_than` seconds ago: their writers were killed."""
+    for path in files:
+        with suppress(OSError):
+            temporary = path.name.startswith(".") and path.name.endswith(SUFFIX)
+            if temporary and time.time() - path.stat().st_mtime > older_than:
+                path.unlink()
 
 
 @contextmanager

@@ -131,6 +131,11 @@ def _rope_parameters(fields: Fields, key: str, kind: str, given: Mapping[str, An
     return parameters
 
 
+#: Bounds far above any model: a program grows with both, and a mistyped figure should not take hours to be noticed.
+_MAX_LAYERS = 10_000
+_MAX_VOCABULARY = 1 << 24
+
+
 def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300  # not NaN either
 
@@ -158,11 +163,11 @@ def _model_config(fields: Fields) -> ModelConfig:
         model_type=model_type,
         hidden_size=hidden,
         intermediate_size=fields.need("intermediate_size", size),
-        num_hidden_layers=fields.need("num_hidden_layers", integer(1, 100_000)),
+        num_hidden_layers=fields.need("num_hidden_layers", integer(1, _MAX_LAYERS)),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=fields.need("vocab_size", size),
+        vocab_size=fields.need("vocab_size", integer(1, _MAX_VOCABULARY)),
         rms_norm_eps=fields.take("rms_norm_eps", number(0.0, 1.0), 1e-6),
         hidden_act=fields.take("hidden_act", text(), "silu"),
         attention_bias=fields.take("attention_bias", flag(), default=False),

@@ -48,8 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.Exit as request:
         return int(request.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return int(ExitCode.INTERRUPTED)
+        code = int(ExitCode.INTERRUPTED)
+        as_json = "--json" in words
+        print(json.dumps({"code": "interrupted", "exit_code": code}) if as_json else "interrupted", file=sys.stderr)
+        return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FIXABLE)

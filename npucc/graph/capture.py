@@ -6,6 +6,7 @@ tensor of its own: equal sample tensors must never merge two inputs into one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,16 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: Composite operators of the backward pass, replaced by simple ones while tracing.
+
+def _split(x: torch.Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    """`split` as slices: in a canonical graph a node has one output."""
+    total = x.shape[dim]
+    steps = [sizes] * -(-total // sizes) if isinstance(sizes, int) else list(sizes)
+    ends = [min(end, total) for end in itertools.accumulate(steps)]
+    return [torch.ops.aten.slice.Tensor(x, dim, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+#: Composite operators, replaced by simple ones while tracing.
 _DECOMPOSED: Mapping[Any, Callable[..., Any]] = get_decompositions(
     [
         torch.ops.aten._softmax_backward_data,  # noqa: SLF001 -- that is the operator's name
@@ -39,7 +49,7 @@ _DECOMPOSED: Mapping[Any, Callable[..., Any]] = get_decompositions(
         torch.ops.aten.rsub,
         torch.ops.aten.addmm,
     ]
-)
+) | {torch.ops.aten.split.Tensor: _split, torch.ops.aten.split_with_sizes.default: _split}
 
 Function = Callable[..., Sequence[torch.Tensor]]
 

@@ -19,12 +19,14 @@ class Tables:
 
     `cos` and `sin` are (S, head_dim); the first half of `sin` is negated, so that rotating by half a head is
     `x * cos + roll(x, head_dim / 2) * sin`. `mask` is (S, S), 0 where the row may look at the column, else a large
-    negative number.
+    negative number; above the diagonal it is always the latter, and attention need not look there. `query_rows` is the
+    target's wish how many rows attention computes at a time.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     mask: torch.Tensor
+    query_rows: int
 
 
 @dataclass(frozen=True, slots=True)

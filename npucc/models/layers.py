@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,9 @@ import torch
 
 from npubundle.model_config import Rope
 from npucc.models.architecture import Tables
+
+#: A layer's graph grows with the blocks of its attention; beyond so many they save little more.
+MAX_BLOCKS = 8
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -25,6 +29,71 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Rotary position embedding on (…, S, D): `roll` by half a head swaps its halves, the sign is in the sine table."""
     return x * tables.cos + torch.roll(x, x.shape[-1] // 2, -1) * tables.sin
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables) -> torch.Tensor:
+    """`softmax(q kᵀ + mask) v`: q (shared, group, S, D), k and v (shared, S, D) -> (shared, group, S, D).
+
+    Every query of a group meets the same keys and values. Queries are taken a block of rows at a time, so that nothing
+    is computed for the keys after a block: half of all scores, and on a CPU the dear half, since the exponential of a
+    masked score is a subnormal number before it becomes zero.
+    """
+    S = q.shape[2]
+    rows = max(tables.query_rows, -(-S // MAX_BLOCKS))
+    if rows >= S:
+        return _attend(q, k, v, tables.mask)
+    keys, values = torch.split(k, rows, 1), torch.split(v, rows, 1)
+    found = []
+    for number, queries in enumerate(torch.split(q, rows, 2)):
+        stop = number * rows + queries.shape[2]
+        mask = tables.mask[number * rows : stop, :stop]
+        seen_keys, seen_values = torch.cat(keys[: number + 1], 1), torch.cat(values[: number + 1], 1)
+        found.append(_attend(queries, seen_keys, seen_values, mask))
+    return torch.cat(found, 2)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    mixed, _ = _Attention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", mixed)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of one block with its gradient.
+
+    The queries of a group are stacked into the rows of one product, so that keys and values are never repeated in
+    memory. The gradient is that of FlashAttention (Dao et al. 2022): the row sums of the softmax's gradient come from
+    the narrow results instead of the wide probabilities.
+    """
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shared, group, rows, D = q.shape
+        scores = torch.bmm(q.reshape(shared, group * rows, D), k.transpose(1, 2))  # (shared, group * rows, n)
+        scores = (scores.view(shared, group, rows, -1) + mask).view(shared, group * rows, -1)
+        probabilities = torch.softmax(scores, dim=-1)
+        return torch.bmm(probabilities, v).view(shared, group, rows, D), probabilities
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        q, k, v, _ = inputs
+        mixed, probabilities = output
+        ctx.mark_non_differentiable(probabilities)
+        ctx.save_for_backward(q, k, v, mixed, probabilities)
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_mixed: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        q, k, v, mixed, p = ctx.saved_tensors
+        shared, group, rows, D = q.shape
+        d = d_mixed.reshape(shared, group * rows, D)
+        sums = (d * mixed.reshape(shared, group * rows, D)).sum(-1, keepdim=True)
+        d_scores = p * (torch.bmm(d, v.transpose(1, 2)) - sums)  # (shared, group * rows, n)
+        d_q = torch.bmm(d_scores, k).view(shared, group, rows, D)
+        d_k = torch.bmm(d_scores.transpose(1, 2), q.reshape(shared, group * rows, D))
+        return d_q, d_k, torch.bmm(p.transpose(1, 2), d), None
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> npt.NDArray[np.float32]:

@@ -11,7 +11,7 @@ import torch
 
 from npubundle.model_config import ModelConfig
 from npucc.models.architecture import Architecture, LayerTensor, Linear, Tables
-from npucc.models.layers import rms_norm, rotate, silu
+from npucc.models.layers import causal_attention, rms_norm, rotate, silu
 
 
 def layer_tensors(config: ModelConfig) -> tuple[LayerTensor, ...]:
@@ -46,11 +46,7 @@ def layer(
 
 
 def attention(config: ModelConfig, h: torch.Tensor, linear: Linear, tables: Tables) -> torch.Tensor:
-    """Causal grouped-query attention: (S, hidden) -> (S, heads * D).
-
-    The queries that share a key/value head are stacked into the rows of one product, so that keys and values are never
-    repeated in memory.
-    """
+    """Causal grouped-query attention: (S, hidden) -> (S, heads * D)."""
     S = h.shape[0]
     D, shared = config.head_dim, config.num_key_value_heads
     group = config.num_attention_heads // shared
@@ -58,12 +54,7 @@ def attention(config: ModelConfig, h: torch.Tensor, linear: Linear, tables: Tabl
     k = linear("k", h).view(S, shared, D).permute(1, 0, 2)  # (shared, S, D)
     v = linear("v", h).view(S, shared, D).permute(1, 0, 2)  # (shared, S, D)
     # Scaling the queries costs S·D products per head, scaling the scores S·S.
-    q = rotate(q, tables) * D**-0.5
-    k = rotate(k, tables)
-    scores = torch.bmm(q.reshape(shared, group * S, D), k.transpose(1, 2))  # (shared, group * S, S)
-    scores = scores.view(shared, group, S, S) + tables.mask
-    probabilities = torch.softmax(scores, dim=-1).view(shared, group * S, S)
-    mixed = torch.bmm(probabilities, v).view(shared, group, S, D)
+    mixed = causal_attention(rotate(q, tables) * D**-0.5, rotate(k, tables), v, tables)
     return mixed.permute(2, 0, 1, 3).reshape(S, shared * group * D)
 
 

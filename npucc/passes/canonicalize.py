@@ -94,6 +94,17 @@ def _select(node: Node, types: Types) -> Replacement:
     return _reshape(node, types) if types[_only(node)].shape[_axis(node, 1)] == 1 else [node]
 
 
+def _slice(node: Node, types: Types) -> Replacement:
+    """Bounds within the axis, counted from its start; the whole axis is the tensor itself."""
+    shape = types[_only(node)].shape
+    axis = _axis(node, 1) % len(shape)
+    start, stop = (bound if isinstance(bound, int) else None for bound in (*node.args[2:4], None, None)[:2])
+    first, last, _ = slice(start, stop).indices(shape[axis])
+    if (first, last) == (0, shape[axis]):
+        return _only(node)
+    return [dataclasses.replace(node, args=(node.args[0], axis, first, last))]
+
+
 def _without_alpha(node: Node, types: Types) -> Replacement:
     """`add(a, b, alpha=c)` as `add(a, mul(b, c))`."""
     alpha = dict(node.kwargs).get("alpha", node.args[2] if len(node.args) > 2 else 1)
@@ -132,6 +143,7 @@ _SPELLINGS: dict[str, Callable[[Node, Types], Replacement]] = {
     "aten.pow.Tensor_Scalar": _power,
     "aten.sum.default": _sum_of_all,
     "aten.select.int": _select,
+    "aten.slice.Tensor": _slice,
 }
 
 

@@ -288,6 +288,12 @@ def _roll(w: _Writer, node: Node) -> None:
     w.emit("Concat", pieces, node.name, axis=axis)
 
 
+def _slice(w: _Writer, node: Node) -> None:
+    axis, start, stop = ([bound] for bound in _ints(node.args[1:]))
+    bounds = [w.integers(start), w.integers(stop), w.integers(axis)]
+    w.emit("Slice", [_name(node.args[0]), *bounds], node.name)
+
+
 def _cat(w: _Writer, node: Node) -> None:
     items = node.args[0] if isinstance(node.args[0], tuple) else ()
     (axis,) = _ints(_argument(node, 1)) or [0]
@@ -359,6 +365,7 @@ _HANDLERS: dict[str, Handler] = {
     "aten.mm.default": _mm,
     "aten.permute.default": _permute,
     "aten.roll.default": _roll,
+    "aten.slice.Tensor": _slice,
     "aten.rsqrt.default": _rsqrt,
     "aten.view.default": _view,
     "aten.where.self": _where,

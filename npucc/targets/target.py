@@ -15,10 +15,19 @@ from npucc.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class CutPolicy:
-    """How large parts may be: supervised rows per block of the head, and tokens of the vocabulary per slice."""
+    """How large things may be.
+
+    head_rows -- supervised rows per block of the head.
+    head_slice -- tokens of the vocabulary per slice of the head.
+    query_rows -- rows of attention computed at a time.
+    repeat_products_within -- backward computes batched products over at most so many terms again, and softmax with
+        them, instead of reading what forward would have had to write.
+    """
 
     head_rows: int
     head_slice: int
+    query_rows: int
+    repeat_products_within: int
 
 
 class Target(Protocol):

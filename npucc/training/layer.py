@@ -56,7 +56,7 @@ def gradient_name(matrix: str) -> str:
     return f"d_{matrix}"
 
 
-def joint(model: Model, recipe: Recipe) -> Graph:
+def joint(model: Model, recipe: Recipe, *, query_rows: int) -> Graph:
     """`x`, weights, LoRA matrices, `cos`, `sin`, `mask`, `dy` -> `y`, `dx`, and the gradient of every LoRA matrix.
 
     Differentiates with respect to x and the LoRA matrices alone: frozen weights cause no gradient work.
@@ -80,7 +80,8 @@ def joint(model: Model, recipe: Recipe) -> Graph:
         trained = ["x", *(name for name, _ in matrices)]
 
         def forward(*chosen: torch.Tensor) -> torch.Tensor:
-            return run_layer(architecture, model, recipe, named | dict(zip(trained, chosen, strict=True)), tensors)
+            values = named | dict(zip(trained, chosen, strict=True))
+            return run_layer(architecture, model, recipe, values, tensors, query_rows)
 
         y, pull_back = vjp(forward, *(named[name] for name in trained))
         return [y, *pull_back(named["dy"])]
@@ -95,6 +96,7 @@ def run_layer(
     recipe: Recipe,
     values: dict[str, torch.Tensor],
     tensors: tuple[LayerTensor, ...],
+    query_rows: int,
 ) -> torch.Tensor:
     """The layer of the architecture, with `x @ Wᵀ + scaling · (x @ Aᵀ) @ Bᵀ` as its linear modules."""
 
@@ -107,5 +109,5 @@ def run_layer(
         return y + narrow @ values[f"{target}.lora_B"].t()
 
     weights = {t.name: values[t.name] for t in tensors if t.module is None}
-    tables = Tables(values["cos"], values["sin"], values["mask"])
+    tables = Tables(values["cos"], values["sin"], values["mask"], query_rows)
     return architecture.layer(model.config, values["x"], weights, linear, tables)

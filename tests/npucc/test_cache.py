@@ -4,10 +4,12 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from npubundle.atomic import sibling
 from npucc.build import Lowered, build, compile_all, lower
 from npucc.cache import Cache, Entry, Identity
 from npucc.numerics import Measured
@@ -103,6 +105,21 @@ def test_strange_things_in_the_folder_are_passed_over(cache: Cache) -> None:
     (folder / "x.part").mkdir()
     (folder / "y.part").write_bytes(b"\x00" * 100)
     assert cache.why_missing(other(graph="sha256:2")).startswith("the graph is another")
+
+
+def test_what_killed_builds_left_is_removed_after_a_day(cache: Cache) -> None:
+    cache.put(IDENTITY, ENTRY)
+    folder = cache.path(IDENTITY.key).parent
+    old, new = sibling(folder / "x"), sibling(folder / "x")
+    for file in (old, new):
+        file.write_bytes(b"half")
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(old, (two_days_ago, two_days_ago))
+    os.utime(cache.path(IDENTITY.key), (two_days_ago, two_days_ago))
+    cache.remove_abandoned()
+    assert not old.exists()
+    assert new.exists()
+    assert cache.get(IDENTITY) is not None
 
 
 def test_the_default_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

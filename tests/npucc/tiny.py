@@ -28,8 +28,9 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 SEQ_LEN = 14
-#: Three blocks of rows for 14 positions, three slices of 61 tokens (of 21, 21 and 19).
-CUT = CutPolicy(head_rows=6, head_slice=25)
+#: Three blocks of rows for 14 positions, three slices of 61 tokens (of 21, 21 and 19), blocks of 5, 5
+#: and 4 queries.
+CUT = CutPolicy(head_rows=6, head_slice=25, query_rows=5, repeat_products_within=0)
 
 
 def config(**changes: Any) -> dict[str, Any]:

@@ -221,8 +221,13 @@ def test_weights_of_another_model_are_refused_before_anything_is_loaded(bundle: 
 
 
 def test_another_thread_count_in_the_same_process_is_refused(bundle: Bundle, folder: Path) -> None:
-    with Session.open(bundle, folder), pytest.raises(UsageError, match="cannot change to 99"):
-        Session.open(bundle, folder, threads=99)
+    with Session.open(bundle, folder), pytest.raises(UsageError, match="cannot change to 63"):
+        Session.open(bundle, folder, threads=63)
+
+
+def test_so_many_threads_that_the_host_would_stand_still_are_refused(bundle: Bundle, folder: Path) -> None:
+    with pytest.raises(UsageError, match="4096 threads are too many"):
+        Session.open(bundle, folder, threads=4096)
 
 
 AUTO: list[tuple[str, int | None, int, bool]] = [

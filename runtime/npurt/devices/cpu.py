@@ -68,6 +68,8 @@ _SPELLING = {
 #: Media type of the payloads that this device runs.
 MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 _ERRORS_ONLY = 3
+#: Threads spin while they wait for work. A few more than cores are slow; thousands bring a host to a standstill.
+_MAX_THREADS = 64
 _PROVIDERS = ["CPUExecutionProvider"]
 
 
@@ -235,9 +237,12 @@ class _Environment:
     @classmethod
     def start(cls, threads: int | None) -> int:
         """The number of threads in force, after setting up the environment if that has not been done."""
+        wanted = threads or usable_cpus()
+        if wanted > (most := max(usable_cpus(), _MAX_THREADS)):
+            what = f"{wanted} threads are too many for this host: at most {most}"
+            raise UsageError(what, remedy="leave the number out: one for each usable core is the default")
         with cls._lock:
             if cls._threads is None:
-                wanted = threads or usable_cpus()
                 return_freed_blocks()
                 onnxruntime.set_default_logger_severity(_ERRORS_ONLY)
                 try:

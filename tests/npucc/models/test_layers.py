@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from npucc.graph.interpret import interpret
 from npucc.models.architecture import Tables
 from npucc.models.config_reader import parse_model
-from npucc.models.layers import inverse_frequencies, rms_norm, rotate, silu
+from npucc.models.layers import causal_attention, inverse_frequencies, rms_norm, rotate, silu
 from npucc.training import embedding
 from tests.npucc.tiny import config
 
@@ -80,7 +80,7 @@ def test_rotation_is_that_of_transformers() -> None:
     generator = torch.Generator().manual_seed(1)
     x, angles = torch.randn(3, 5, 8, generator=generator), torch.randn(5, 4, generator=generator)
     cos, sin = torch.cos(angles), torch.sin(angles)
-    tables = Tables(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), torch.zeros(5, 5))
+    tables = Tables(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), torch.zeros(5, 5), 5)
     expected, _ = apply_rotary_pos_emb(
         x[None], x[None], torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
     )
@@ -94,3 +94,25 @@ def test_norm_and_activation_are_those_of_transformers() -> None:
     theirs.weight.data.copy_(weight)
     torch.testing.assert_close(rms_norm(x, weight, 1e-3), theirs(x).detach())
     torch.testing.assert_close(silu(x), torch.nn.functional.silu(x))
+
+
+@pytest.mark.parametrize("query_rows", [1, 3, 5, 6, 99])
+def test_attention_in_blocks_is_that_of_pytorch(query_rows: int) -> None:
+    """Values and gradients, for two documents in one sequence."""
+    generator = torch.Generator().manual_seed(3)
+
+    def sample(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    q, k, v, d = sample(2, 3, 6, 4), sample(2, 6, 4), sample(2, 6, 4), sample(2, 3, 6, 4)
+    documents = torch.tensor([1, 1, 2, 2, 2, 2])
+    seen = torch.ones(6, 6).tril().bool() & (documents[:, None] == documents)
+    mask = torch.where(seen, 0.0, embedding.MASKED)
+    ours = causal_attention(q, k, v, Tables(mask, mask, mask, query_rows))
+    keys, values = (x[:, None].expand(2, 3, 6, 4) for x in (k, v))
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=1.0)
+    torch.testing.assert_close(ours, theirs)
+    for mine, other in zip(
+        torch.autograd.grad(ours, (q, k, v), d), torch.autograd.grad(theirs, (q, k, v), d), strict=True
+    ):
+        torch.testing.assert_close(mine, other)

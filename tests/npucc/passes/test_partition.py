@@ -52,7 +52,7 @@ def downstream(graph: Graph, sources: set[str]) -> set[str]:
 @pytest.fixture(scope="module", params=LAYERS, ids=lambda case: "-".join(case[1]))
 def joint(request: pytest.FixtureRequest) -> Graph:
     changes, targets = request.param
-    return simplify(layer.joint(tiny.model(**changes), tiny.recipe(targets=targets)))
+    return simplify(layer.joint(tiny.model(**changes), tiny.recipe(targets=targets), query_rows=5))
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,20 @@ def test_backward_computes_no_product_of_forward_again(joint: Graph, halves: Hal
     assert again == []
     both = [n.op for n in (*halves.forward.nodes, *halves.backward.nodes) if n.op in EXPENSIVE]
     assert len(both) == len([n for n in joint.nodes if n.op in EXPENSIVE])
+
+
+def test_scores_are_computed_again_where_the_target_wants_it(joint: Graph, halves: Halves) -> None:
+    """With the head dimension as the limit; values stay the same, and no probabilities are kept."""
+    cos = next(value.type for value in joint.inputs if value.name == "cos")
+    lean = partition(joint, tangents={"dy"}, forward_outputs={"y"}, repeat_products_within=cos.shape[1])
+    inputs = random_inputs(joint, **causal_tables(SEQ_LEN, cos.shape[1]))
+    expected, actual = evaluate(joint, inputs), run_halves(lean, inputs)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-13)
+    probabilities = [n for n in joint.nodes if n.op == "aten._softmax.default"]
+    assert len(probabilities) == len([n for n in lean.backward.nodes if n.op == "aten._softmax.default"]) > 0
+    kept, before = (sum(kind.nbytes for kind in found.forward.output_types) for found in (lean, halves))
+    assert kept <= before - sum(n.type.nbytes for n in probabilities)
 
 
 def test_nothing_is_saved_in_two_layouts(halves: Halves) -> None:
@@ -104,7 +118,7 @@ def test_forward_knows_nothing_of_gradients(joint: Graph, halves: Halves) -> Non
 @pytest.mark.parametrize(("changes", "targets"), LAYERS)
 def test_frozen_weights_cause_no_gradient_work(changes: dict[str, Any], targets: tuple[str, ...]) -> None:
     model, recipe = tiny.model(**changes), tiny.recipe(targets=targets)
-    graph = simplify(layer.joint(model, recipe))
+    graph = simplify(layer.joint(model, recipe, query_rows=5))
     frozen = {t.shape for t in model.architecture.layer_tensors(model.config)}
     frozen |= {shape[::-1] for shape in frozen if len(shape) == 2}
     matrices = [n for n in graph.nodes if n.op == "aten.mm.default"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x · sigmoid(x), spelled out: the gradient then consists of plain products that every target knows."""
-    return x * torch.sigmoid(x)
+    """x · sigmoid(x), its gradient spelled out in plain products that every target knows, as few as there can be."""
+    found: torch.Tensor = _Silu.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Silu(torch.autograd.Function):
+    """With s the sigmoid and y the result, the derivative is s + y·(1 - s): backward needs y in any case."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], _: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, d: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = ctx.saved_tensors[0]
+        s = torch.sigmoid(x)
+        return d * (s + x * s * (1 - s))
 
 
 def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
@@ -53,8 +72,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: 
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    mixed, _ = _Attention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
-    return cast("torch.Tensor", mixed)
+    found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+    return found[0]
 
 
 class _Attention(torch.autograd.Function):

@@ -23,7 +23,7 @@ MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 
 #: Whole layers, few and large parts; slices of the vocabulary small enough that a block of logits stays near the
 #: caches.
-CUT = CutPolicy(head_rows=128, head_slice=16384, query_rows=128, repeat_products_within=128)
+CUT = CutPolicy(head_rows=512, head_slice=16384, query_rows=128, repeat_products_within=128)
 
 #: Budget of the activation policy `auto` where the recipe has none: a training host with 16 GiB.
 MEMORY = 16 << 30

@@ -28,6 +28,9 @@ from npucc.training.differentiate import vjp, vjp_with_extra
 #: Lower than every logit, and bounded.
 LOWEST = -1e30
 
+#: Blocks of fewer rows than that are only made where the sequence, or what the target can do, is smaller still.
+FEWEST_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -48,7 +51,9 @@ def head_shape(config: ModelConfig, seq_len: int, *, rows: int, slice_width: int
     V = config.vocab_size
     count = -(-V // slice_width)
     width = -(-V // count)
-    return HeadShape(seq_len, min(rows, seq_len), tuple((start, min(start + width, V)) for start in range(0, V, width)))
+    # Every block reads the whole matrix once more; one that is half empty computes for nothing. Two blocks are between.
+    rows = min(seq_len, rows, max(FEWEST_ROWS, seq_len // 2))
+    return HeadShape(seq_len, rows, tuple((start, min(start + width, V)) for start in range(0, V, width)))
 
 
 def _row(shape: HeadShape, dtype: str = "f32") -> TensorType:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_OWN_MAPS = Path("/proc/self/maps")
+#: Readable, writable, private, and of no file.
+_PRIVATE_MEMORY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0\s*(?:\[heap\])?$")
+_HUGE = 2 << 20
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of mman.h
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE = 256 << 10
 
@@ -47,6 +53,27 @@ def return_freed_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def use_huge_pages() -> None:
+    """Move all large blocks of memory into huge pages, where the kernel can (Linux 6.1, and not switched off).
+
+    Memory that a library allocates is in pages of 4 KiB unless the library asks for others. Streaming hundreds of
+    megabytes of weights through those costs a twentieth of the time in misses of the address cache, on virtual machines
+    more. Fails without a trace: it is an optimization.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None:
+        return
+    for line in _text(_OWN_MAPS).splitlines():
+        found = _PRIVATE_MEMORY.match(line)
+        if found is None:
+            continue
+        start, stop = (int(address, 16) for address in found.groups())
+        if stop - start >= _HUGE:
+            place, size = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+            madvise(place, size, _MADV_HUGEPAGE)
+            madvise(place, size, _MADV_COLLAPSE)
 
 
 def _groups() -> list[Path]:

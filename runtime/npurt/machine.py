@@ -23,6 +23,9 @@ from npurt.weights import Checkpoint
 #: Called with the number of finished and of all jobs while something loads.
 Progress = Callable[[int, int], None]
 
+#: Phases run by then; a run that ends earlier would not get back what settling costs.
+_SETTLED_AFTER = 6
+
 
 class Machine:
     """Runs the phases of one program.
@@ -39,6 +42,7 @@ class Machine:
         self._constants = constants
         self._places: dict[str, tuple[Block, int]] = {}
         self._executables: dict[Instance, Executable] = {}
+        self._runs = 0
         self._phases: dict[str, list[Bound | _Loop]] = {}
         state = [b for b in program.buffers.values() if b.view_of is None and b.role not in {"weight", "activation"}]
         self._allocate(state)
@@ -84,6 +88,9 @@ class Machine:
 
     def run(self, phase: str) -> None:
         """Execute a prepared phase to its end. Raises `DeviceError` if a part fails."""
+        if self._runs == _SETTLED_AFTER:
+            self._device.settle()
+        self._runs += 1
         for step in self._phases[phase]:
             step.run()
         self._device.synchronize()

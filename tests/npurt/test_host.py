@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -61,3 +62,12 @@ def test_a_host_without_such_files_has_no_limits(tmp_path: Path, monkeypatch: py
 
 def test_malloc_can_be_told() -> None:
     host.return_freed_blocks()
+
+
+def test_large_blocks_move_into_huge_pages() -> None:
+    """Where the kernel has them at all; the content stays."""
+    size = 32 << 20
+    memory = mmap.mmap(-1, size)
+    memory.write(b"\x07" * size)
+    host.use_huge_pages()
+    assert memory[:] == b"\x07" * size

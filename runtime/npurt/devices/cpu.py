@@ -25,7 +25,7 @@ from npurt.arrays import Array, block, dtype_of, region
 from npurt.devices.device import Region
 from npurt.devices.onnx_wire import identity_model, with_constants
 from npurt.errors import DeviceError, UsageError
-from npurt.host import available_memory, return_freed_blocks, usable_cpus
+from npurt.host import available_memory, return_freed_blocks, usable_cpus, use_huge_pages
 
 # The official builds of onnxruntime report every process to their maker, unless told not to before they are loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -152,6 +152,10 @@ class CpuDevice:
         _check_ports(part, "input", inputs, session.get_inputs())
         _check_ports(part, "output", part.outputs, session.get_outputs())
         return CpuExecutable(part, session)
+
+    def settle(self) -> None:
+        """Huge pages for what ONNX Runtime allocated: packed weights, and what parts compute on the way."""
+        use_huge_pages()
 
     def host(self, region: Region) -> Array:
         """The array that the region is."""

@@ -84,6 +84,9 @@ class Device(Protocol):
     def download(self, region: Region) -> Array:
         """A copy of a region as a host array."""
 
+    def settle(self) -> None:
+        """Called once, when a run has gone on for a few steps: what has been allocated by now will stay."""
+
     def synchronize(self) -> None:
         """Wait until everything that was started has finished."""
 

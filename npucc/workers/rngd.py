@@ -1,0 +1,236 @@
+"""The worker for RNGD. Runs by itself, with furiosa-torch, the standard library and nothing of npucc.
+
+    python -I rngd.py        reads one JSON object per line from standard input, answers each with one line
+
+The first line is `{"fusion": 8}`; the answer tells versions. A request names what to `do`:
+
+    compile  graph, options, out   -> part.bin (the serialized Runnable), part.dfg (the imported graph), summary.json
+    lower    graph, options, out   -> lowered.dfg
+    execute  dfg, inputs, outputs  -> runs an imported or lowered graph on the CPU; tensors are .npy files
+
+Answers are `{"ok": …}` or `{"error": kind, "text": …, "nodes": […]}`. Standard output is kept for answers: whatever the
+vendor's libraries print there goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+import traceback
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32", "i64": "int64", "bool": "bool"}
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    first = json.loads(sys.stdin.readline())
+    worker = Worker(int(first["fusion"]))
+    print(json.dumps({"ok": worker.versions()}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+
+
+class Worker:
+    """furiosa-torch, set up for one fusion."""
+
+    def __init__(self, fusion: int) -> None:
+        import furiosa.torch
+
+        furiosa.torch.set_fusion(fusion)  # must be the first call of all
+        self.fusion = fusion
+
+    def versions(self) -> Json:
+        """What else than the request determines the bytes."""
+        import furiosa.torch
+        import torch
+
+        compiler, package = furiosa.torch.compiler.version(), furiosa.torch.version
+        return {
+            "furiosa-torch": str(package() if callable(package) else package),
+            "furiosa-compiler": str(compiler),
+            "torch": torch.__version__.partition("+")[0],
+        }
+
+    def answer(self, request: Json) -> Json:
+        """Do what is asked for. A failure is an answer."""
+        started = time.monotonic()
+        try:
+            made = getattr(self, f"do_{request['do']}")(request)
+        except BaseException as error:  # a panic of the compiler derives from BaseException
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            traceback.print_exc()
+            return {"error": type(error).__name__, "text": str(error), "nodes": _named_nodes(error)}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"ok": made | {"seconds": round(time.monotonic() - started, 3), "peak_kib": peak}}
+
+    def do_compile(self, request: Json) -> Json:
+        """Compile a graph; write its program, its imported graph, and the compiler's summary."""
+        from furiosa.torch import CompileModule, DfgModule
+
+        graph, out = _read(request["graph"]), Path(request["out"])
+        exported = _export(graph)
+        (out / "part.dfg").write_bytes(DfgModule.from_exported(exported).dfg.serialize())
+        with _private_cache(out / "sdk") as folder:
+            module = CompileModule.from_exported(exported, compiler_config=_config(request["options"]))
+            summary = sorted(folder.glob("*/summary/summary.json"))
+            if summary:
+                shutil.copyfile(summary[0], out / "summary.json")
+        runnable = module.runnable._inner  # noqa: SLF001 -- the only way to the bytes
+        _check_interface(graph, module, runnable)
+        (out / "part.bin").write_bytes(runnable.serialize())
+        return {"fusion": runnable.expected_num_fusion}
+
+    def do_lower(self, request: Json) -> Json:
+        """Lower a graph: the form that models the device's casts."""
+        from furiosa.torch import compiler
+        from furiosa.torch.export.exported_program import preprocess_exported_program
+
+        out = Path(request["out"])
+        exported, _ = preprocess_exported_program(_export(_read(request["graph"])))
+        with _private_cache(out / "sdk"):
+            lowered = compiler.lower(exported, compiler_config=_config(request["options"]))
+        (out / "lowered.dfg").write_bytes(lowered.serialize())
+        return {}
+
+    def do_execute(self, request: Json) -> Json:
+        """Run a graph on the CPU. `inputs` are files, `outputs` pairs of a type and a file."""
+        import numpy as np
+        import torch
+        from furiosa.torch._C.executor import DfgExecutor
+
+        inputs = [_tensor(np.load(name, mmap_mode="r"), kind) for kind, name in request["inputs"]]
+        found = DfgExecutor.deserialize(Path(request["dfg"]).read_bytes()).execute(inputs)
+        if len(found) != len(request["outputs"]):
+            raise ValueError(f"the graph gives {len(found)} outputs, {len(request['outputs'])} are expected")
+        for raw, (kind, name) in zip(found, request["outputs"], strict=True):
+            dtype, shape = _kind(kind)
+            tensor = raw.contiguous().view(torch.uint8).view(-1).view(dtype).view(shape)
+            np.save(name, tensor.float().numpy() if dtype == torch.bfloat16 else tensor.numpy())
+        return {}
+
+
+class _private_cache:  # noqa: N801 -- used as a function
+    """A cache of the SDK's own for one compilation: the usual one also remembers failures."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Path:
+        from furiosa.torch._C.config import cache
+
+        self.folder.mkdir()
+        cache.set_cache_config(root_dir=str(self.folder), summary=True)
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _config(options: Json) -> Any:
+    from furiosa.torch._C.config.compiler import CompilerConfig, ProgressMode, TacticHintConfig
+
+    chosen: Json = {key: value for key, value in options.items() if value is not None}
+    if "tactic_hint" in chosen:
+        chosen["tactic_hint"] = getattr(TacticHintConfig, chosen["tactic_hint"])
+    return CompilerConfig(progress_mode=ProgressMode.Silence, **chosen)
+
+
+def _read(path: str) -> Json:
+    document: Json = json.loads(Path(path).read_bytes())
+    return document
+
+
+def _export(graph: Json) -> Any:
+    """The graph as an ExportedProgram. It is executed on fake tensors, operator by operator; nothing is traced anew."""
+    import torch
+
+    class Part(torch.nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+            return _run(graph, inputs)
+
+    samples = tuple(torch.empty(shape, dtype=dtype) for dtype, shape in (_kind(kind) for _, kind in graph["inputs"]))
+    return torch.export.export(Part(), samples, strict=False)
+
+
+def _run(graph: Json, inputs: Any) -> list[Any]:
+    import torch
+
+    values = {name: tensor for (name, _), tensor in zip(graph["inputs"], inputs, strict=True)}
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, dict):
+            return values[arg["ref"]] if "ref" in arg else float(arg["float"])
+        return [value(item) for item in arg] if isinstance(arg, list) else arg
+
+    for name, op, args, kwargs, kind in graph["nodes"]:
+        dtype, shape = _kind(kind)
+        chosen = {key: value(arg) for key, arg in kwargs.items()}
+        if "dtype" in chosen:
+            chosen["dtype"] = dtype
+        if op == "constant":
+            values[name] = torch.tensor(args[0], dtype=dtype).reshape(shape)
+        elif op == "aten.view.default":  # a canonical graph has no strides, so that a view may have to copy
+            values[name] = torch.reshape(value(args[0]), shape)
+        else:
+            if op in {"aten.full.default", "aten.arange.start_step"}:
+                chosen["dtype"] = dtype
+            operator: Any = reduce(getattr, op.split("."), torch.ops)
+            values[name] = operator(*map(value, args), **chosen)
+    return [values[name] for _, name in graph["outputs"]]
+
+
+def _check_interface(graph: Json, module: Any, runnable: Any) -> None:
+    """The program must take and give what the graph does: anything that was folded away would be lost."""
+    kept = module.output_reconstructor
+    empty = kept.zero_sized_tensor_info.output_indices_and_tensors if kept.zero_sized_tensor_info else ()
+    if kept.passthrough_pairs or empty:
+        raise ValueError("an output of the part is an input of it, or empty")
+    indices = kept.output_reconstruction_indices
+    if indices is not None and list(indices) != list(range(len(graph["outputs"]))):
+        raise ValueError("two outputs of the part are the same value")
+    types = dict(graph["inputs"]) | {node[0]: node[4] for node in graph["nodes"]}
+    wanted = [[_kind(kind) for _, kind in graph["inputs"]], [_kind(types[name]) for _, name in graph["outputs"]]]
+    shapes = (runnable.input_dram_shapes, runnable.output_dram_shapes)
+    found = [[(s.dtype, tuple(s.host_sizes)) for s in side] for side in shapes]
+    if found != [[(dtype, tuple(shape)) for dtype, shape in side] for side in wanted]:
+        raise ValueError(f"the compiled program has inputs and outputs {found}, the graph {wanted}")
+
+
+def _kind(text: str) -> tuple[Any, tuple[int, ...]]:
+    """`bf16[2,3]` -> (torch.bfloat16, (2, 3))."""
+    import torch
+
+    dtype, _, sizes = text.rstrip("]").partition("[")
+    return getattr(torch, _DTYPES[dtype]), tuple(int(size) for size in sizes.split(",") if size)
+
+
+def _tensor(array: Any, kind: str) -> Any:
+    import torch
+
+    dtype, _ = _kind(kind)
+    return torch.from_numpy(array.copy()).to(dtype)
+
+
+def _named_nodes(error: BaseException) -> list[str]:
+    """The nodes that the compiler blames, if it blames any."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if getattr(cause, "gm", None):
+            return sorted(cause.gm)  # type: ignore[attr-defined]
+        cause = cause.__cause__
+    return []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The RNGD worker with the real compiler: small graphs, compiled and executed on this host."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import npucc.workers
+from npubundle.tensor import TensorType
+from npucc.graph import Graph
+from npucc.graph.capture import capture
+from npucc.passes import simplify
+from npucc.workers.pool import Command, Pool
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = Path(npucc.workers.__file__).parent / "rngd.py"
+OPTIONS = {"tactic_hint": "ForLlmModelComputeBound"}
+
+# Making the environment, the first time, takes minutes.
+pytestmark = pytest.mark.timeout(1500)
+
+
+@pytest.fixture(scope="session")
+def rngd_python() -> str:
+    """The Python of the toolchain's environment, made on the first use; a test that needs it fails without it."""
+    tool = ROOT / "tools" / "rngd_environment.py"
+    made = subprocess.run([sys.executable, tool], check=False, capture_output=True, text=True, timeout=1400)
+    if made.returncode != 0:
+        pytest.fail(f"the RNGD environment cannot be made:\n{made.stderr}")
+    return made.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def pool(rngd_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    folder = tmp_path_factory.mktemp("rngd")
+    gcc = shutil.which("aarch64-linux-gnu-gcc")
+    assert gcc is not None
+    environment = {"PATH": str(Path(gcc).parent), "HOME": str(folder), "LANG": "C.UTF-8"}
+    with Pool(Command([rngd_python, "-I", str(SCRIPT)], {"fusion": 1}, environment), 1, folder) as made:
+        yield made
+
+
+def product(rows: int = 32) -> Graph:
+    """`y = x wᵀ + x · 0.5`, in bf16."""
+    x, w = TensorType("bf16", (rows, 64)), TensorType("bf16", (64, 64))
+    return simplify(capture("product", lambda x, w: [x @ w.t() + x * 0.5], {"x": x, "w": w}, ["y"]))
+
+
+def ask(pool: Pool, what: str, graph: Graph, folder: Path, **more: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "graph.json").write_bytes(graph.encode())
+    request = {"do": what, "graph": str(folder / "graph.json"), "options": OPTIONS, "out": str(folder)} | more
+    return dict(pool.ask(request, about=graph.name))
+
+
+def test_it_says_what_it_is(pool: Pool) -> None:
+    versions = pool.greeting()
+    assert "2026.4.0" in versions["furiosa-torch"]
+    assert versions["torch"] == "2.10.0"
+    assert versions["furiosa-compiler"]
+
+
+def test_equal_graphs_give_equal_bytes_and_an_estimate(pool: Pool, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        answer = ask(pool, "compile", product(), tmp_path / name)
+        assert answer["ok"]["fusion"] == 1, answer
+    programs = [(tmp_path / name / "part.bin").read_bytes() for name in ("one", "two")]
+    assert programs[0] == programs[1]
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert summary["rlir_stats"]["total_cycle"] > 0
+    assert not (tmp_path / "one" / "sdk").exists()
+
+
+def test_the_imported_graph_computes_what_the_graph_says(pool: Pool, tmp_path: Path) -> None:
+    ask(pool, "compile", product(), tmp_path)
+    generator = np.random.default_rng(0)
+    x, w = (generator.standard_normal(shape).astype(np.float32) / 8 for shape in ((32, 64), (64, 64)))
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "w.npy", w)
+    inputs = [["bf16[32,64]", str(tmp_path / "x.npy")], ["bf16[64,64]", str(tmp_path / "w.npy")]]
+    request = {
+        "dfg": str(tmp_path / "part.dfg"),
+        "inputs": inputs,
+        "outputs": [["bf16[32,64]", str(tmp_path / "y.npy")]],
+    }
+    answer = ask(pool, "execute", product(), tmp_path, **request)
+    assert "ok" in answer, answer
+    narrow = [torch.from_numpy(value).bfloat16().double() for value in (x, w)]
+    expected = (narrow[0] @ narrow[1].T + narrow[0] * 0.5).numpy()
+    found = np.load(tmp_path / "y.npy").astype(np.float64)
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 5e-3
+
+
+def test_a_graph_that_does_not_compile_is_an_answer(pool: Pool, tmp_path: Path) -> None:
+    kind = TensorType("f32", (4, 8))
+    refused = simplify(capture("erf", lambda x: [torch.special.erfinv(x)], {"x": kind}, ["y"]))
+    answer = ask(pool, "compile", refused, tmp_path)
+    assert "erfinv" in answer["text"], answer
+    assert not (tmp_path / "part.bin").exists()
+    assert "ok" in ask(pool, "compile", product(), tmp_path), "the worker lives on"
+
+
+def test_an_output_that_is_an_input_is_refused(pool: Pool, tmp_path: Path) -> None:
+    kind = TensorType("f32", (8, 64))
+    graph = simplify(capture("pass", lambda x, y: [x + y, x], {"x": kind, "y": kind}, ["sum", "same"]))
+    answer = ask(pool, "compile", graph, tmp_path)
+    assert "an output of the part is an input of it" in answer["text"]

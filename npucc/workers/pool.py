@@ -28,7 +28,7 @@ class WorkerFailedError(CompilerError):
     """A worker died, and the one that replaced it died over the same request."""
 
     code = "worker"
-    exit_code = ExitCode.INTERNAL
+    exit_code = ExitCode.RESOURCE
 
 
 @dataclass(frozen=True, slots=True)

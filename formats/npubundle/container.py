@@ -140,12 +140,23 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
     What is there before stays whole until the new bundle is, whatever happens on the way.
     """
     target = Path(path)
+    check_target(target)
     if target.suffix == SUFFIX:
         write_archive(target, content.index_json(), content.blobs())
-    elif target.is_file():
-        raise FileError(f"there is a file of this name, which does not end in {SUFFIX}", where=str(target))
     else:
         write_layout(target, content.index_json(), content.blobs())
+
+
+def check_target(target: Path) -> None:
+    """Raise `FileError` where `write` could not put a bundle, as far as can be told without writing one."""
+    if target.suffix == SUFFIX and target.is_dir():
+        raise FileError("there is a folder of this name", where=str(target), remedy="name another file")
+    if target.suffix != SUFFIX and target.exists() and not target.is_dir():
+        what = f"there is a file of this name, which does not end in {SUFFIX}"
+        raise FileError(what, where=str(target), remedy=f"name a file that ends in {SUFFIX}, or a folder")
+    if not os.access(target.parent, os.W_OK):
+        what = "this folder cannot be written to" if target.parent.is_dir() else "there is no such folder"
+        raise FileError(what, where=str(target.parent), remedy="make the folder, or name another")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,16 +48,17 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.Exit as request:
         return int(request.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        code = int(ExitCode.INTERRUPTED)
-        as_json = "--json" in words
-        print(json.dumps({"code": "interrupted", "exit_code": code}) if as_json else "interrupted", file=sys.stderr)
-        return code
+        return _interrupted(ExitCode.INTERRUPTED, words)
+    except _Terminated:
+        return _interrupted(ExitCode.TERMINATED, words)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FIXABLE)
     except Exception as failure:  # noqa: BLE001 -- the last resort: a fault of ours becomes a message and an exit code
         return _report(_as_error(failure), words)
-    return code if isinstance(code, int) else 0
+    # typer makes a plain 130 of a KeyboardInterrupt
+    told = _interrupted(ExitCode.INTERRUPTED, words) if code == ExitCode.INTERRUPTED else code
+    return told if isinstance(told, int) else 0
 
 
 def _prepare_streams() -> None:
@@ -69,6 +70,16 @@ def _prepare_streams() -> None:
             setattr(sys, name, nowhere)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception: temporary files are removed on the way out."""
+
+
+def _interrupted(code: ExitCode, words: list[str]) -> int:
+    as_json = "--json" in words
+    print(json.dumps({"code": "interrupted", "exit_code": code}) if as_json else "interrupted", file=sys.stderr)
+    return int(code)
 
 
 def _report(failure: Error, words: list[str]) -> int:
@@ -105,6 +116,5 @@ def _from_system(failure: OSError) -> Error:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    del frame
-    # Unwinds like an exception, so that temporary files are removed on the way out.
-    raise SystemExit(int(ExitCode.TERMINATED) if number == signal.SIGTERM else 128 + number)
+    del number, frame
+    raise _Terminated

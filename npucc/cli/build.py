@@ -52,7 +52,10 @@ def build(
         "seq_len": seq_len, "activations": activations, "memory_budget": memory_budget, "logits": logits, "name": name,
     }  # fmt: skip
     wanted = o.build_options(recipe, flags, ignore_config_key)
-    signer = PrivateKey.load(key) if key else None  # before the long work: a wrong passphrase should not cost an hour
+    # Before the long work: a wrong passphrase or a missing folder should not cost an hour.
+    signer = PrivateKey.load(key) if key else None
+    if output:
+        container.check_target(output)
 
     from npucc import build as builder
     from npucc.dump import write_dump

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 Made = TypeVar("Made")
 Advance = Callable[[int, int], None]
 
+#: Seconds to wait for work that was given up. One job of loading takes less.
+PATIENCE = 10.0
 _WAIT = 0.05  # seconds between two looks at how far the work has come
 
 
@@ -24,7 +26,8 @@ class Background(Generic[Made]):
         self._state = (0, 0)
         self._made: list[Made] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name)
+        # A daemon: should it not come to an end in time, it does not keep the process.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def result(self, advance: Advance) -> Made:
@@ -40,9 +43,12 @@ class Background(Generic[Made]):
         return self._made[0]
 
     def give_up(self) -> Made | None:
-        """End the work soon and wait until it has ended. Gives what it had made by then, for the caller to close."""
+        """End the work and wait until it has ended, but not for ever: an interruption may have left it stuck.
+
+        Gives what it had made by then, for the caller to close.
+        """
         self._given_up.set()
-        self._thread.join()
+        self._thread.join(PATIENCE)
         return self._made[0] if self._made else None
 
     def _run(self) -> None:

@@ -41,7 +41,7 @@ class OutputFolder:
             raise FileError(
                 f"the folder holds checkpoints of an earlier run: {', '.join(path.name for path in earlier)}",
                 where=str(self.path),
-                remedy="name another folder, or add --overwrite to delete them",
+                remedy="name another folder, or add --overwrite to delete them; Trainer.restore continues from one",
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)

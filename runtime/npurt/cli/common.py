@@ -84,6 +84,10 @@ class TrainerOpening:
 
     def start(self, planned_micro_steps: int) -> None:
         """Begin, unless that has been done."""
+        # Here and not in the thread: a signal that interrupts an import here must not find the thread waiting for it.
+        import npurt.session
+        import npurt.trainer  # noqa: F401
+
         if self._work is None:
             open_it = functools.partial(self._open, planned_micro_steps)
             self._work = Background(open_it, "open-trainer")

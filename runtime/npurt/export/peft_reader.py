@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from npubundle.blob import read_small
+from npubundle.errors import FileError
 from npubundle.fields import Problems
 from npubundle.recipe import Recipe
 from npurt.engine import Float32
@@ -33,7 +35,11 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     "alora_invocation_tokens": (None, []),
+    "layers_to_transform": (None, []),
+    "exclude_modules": (None, []),
 }
+#: Far above any adapter; whatever is longer is no adapter.
+_MAX_CONFIG, _MAX_WEIGHTS = 1 << 20, 16 << 30
 _DTYPES = {"F32": "<f4", "F16": "<f2"}
 
 
@@ -77,9 +83,9 @@ def load_adapter(folder: Path, recipe: Recipe, shapes: Mapping[str, tuple[int, .
 def _read_config(folder: Path, problems: Problems) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        document = json.loads(read_small(path, _MAX_CONFIG))
+    except FileError as error:
+        raise _unreadable(path, error.what) from error
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, f"not JSON: {error}") from error
     if not isinstance(document, dict):
@@ -115,9 +121,9 @@ def _read_tensors(folder: Path, problems: Problems) -> dict[str, _Tensor]:
         problems.add("adapter_model.bin", "is a pickle, which can run code and is not read; save it as safetensors")
         return {}
     try:
-        entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        entries = deserialize(read_small(path, _MAX_WEIGHTS))  # type: ignore[no-untyped-call]
+    except FileError as error:
+        raise _unreadable(path, error.what) from error
     except SafetensorError as error:
         raise _unreadable(path, f"not a safetensors file: {error}") from error
     return {name: _Tensor(entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in entries}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,15 @@ def test_settings_of_other_tools_that_change_nothing_are_accepted(adapter: Path)
 def test_an_overlong_name_of_a_folder_is_a_wrong_path(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="name too long"):
         peft.require_adapter_folder(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("name", [peft.CONFIG_FILE, peft.WEIGHTS_FILE])
+def test_what_is_no_regular_file_is_not_read(adapter: Path, name: str) -> None:
+    (adapter / name).unlink()
+    os.mkfifo(adapter / name)
+    with pytest.raises(MismatchError, match="not a regular file"):
+        load_adapter(adapter, RECIPE, SHAPES)
+    (adapter / name).unlink()
+    (adapter / name).symlink_to("/dev/zero")
+    with pytest.raises(MismatchError, match="not a regular file"):
+        load_adapter(adapter, RECIPE, SHAPES)

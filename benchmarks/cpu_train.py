@@ -125,7 +125,7 @@ class Worker:
         raise RuntimeError(f"a worker ended with exit code {self._process.wait()}")
 
 
-def in_turn(workers: dict[str, Worker], turns: int) -> dict[str, list[tuple[list[float], float]]]:
+def take_turns(workers: dict[str, Worker], turns: int) -> dict[str, list[tuple[list[float], float]]]:
     """One turn of each worker after the other, `turns` times."""
     found: dict[str, list[tuple[list[float], float]]] = {name: [] for name in workers}
     for number in range(turns):
@@ -147,7 +147,7 @@ def compare(seq_len: int, options: argparse.Namespace, folder: Path) -> dict[str
         return Worker([sys.executable, __file__, "--worker", name, "--seq-len", str(seq_len), *files])
 
     workers = {name: start(name) for name in ("prepack-on", *RIVALS, "prepack-off")}
-    turns = in_turn(workers, options.turns)
+    turns = take_turns(workers, options.turns)
     for worker in workers.values():
         worker.end()
     found = {

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,12 +89,12 @@ def _install() -> None:
     _say(f"installing into {ENVIRONMENT.relative_to(ROOT)}, a few minutes the first time")
     if not _usable():
         _need_venv()
-        _run(sys.executable, "-m", "venv", "--clear", ENVIRONMENT)
+        run(sys.executable, "-m", "venv", "--clear", ENVIRONMENT)
     pip: list[str | Path] = [BIN / "python", "-m", "pip", "--disable-pip-version-check", "install", "-c", CONSTRAINTS]
-    _run(BIN / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", PIP)
-    _run(*pip, "--quiet", *BUILD_TOOLS)
+    run(BIN / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", PIP)
+    run(*pip, "--quiet", *BUILD_TOOLS)
     editable = [argument for name in ("formats", "runtime[cpu]", ".[hub]") for argument in ("-e", name)]
-    _run(*pip, "--no-build-isolation", "--group", "dev", *editable)
+    run(*pip, "--no-build-isolation", "--group", "dev", *editable)
 
 
 def _need_venv() -> None:
@@ -102,14 +102,19 @@ def _need_venv() -> None:
     probe = [sys.executable, "-c", "import ensurepip, venv"]
     if subprocess.run(probe, check=False, capture_output=True).returncode == 0:
         return
+    install_system_packages("this Python lacks venv", [f"python3.{sys.version_info.minor}-venv"])
+
+
+def install_system_packages(what_is_missing: str, packages: Sequence[str]) -> None:
+    """Install Debian packages where that can be done without asking; otherwise say which, and end."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        _say("this Python lacks venv; install it first (Debian: apt-get install python3-venv)")
+        _say(f"{what_is_missing}; install it first (Debian: apt-get install {' '.join(packages)})")
         raise SystemExit(1)
-    _run("apt-get", "update", "-q")
-    _run("apt-get", "install", "-q", "-y", "--no-install-recommends", f"python3.{sys.version_info.minor}-venv")
+    run("apt-get", "update", "-q")
+    run("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages)
 
 
-def _run(*command: str | Path) -> None:
+def run(*command: str | Path) -> None:
     """Run with the output on stderr, where progress belongs."""
     subprocess.run(command, check=True, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from environment import install_system_packages, run
 from smollm2 import cache_root
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,16 +51,12 @@ def main() -> int:
 def _need_cross_compiler() -> None:
     if shutil.which(CROSS_COMPILER):
         return
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        _say(f"{CROSS_COMPILER} is missing; install it first (Debian: apt-get install {' '.join(SYSTEM_PACKAGES)})")
-        raise SystemExit(1)
-    _run("apt-get", "update", "-q")
-    _run("apt-get", "install", "-q", "-y", "--no-install-recommends", *SYSTEM_PACKAGES)
+    install_system_packages(f"{CROSS_COMPILER} is missing", SYSTEM_PACKAGES)
 
 
 def _install(home: Path) -> None:
     _say(f"installing furiosa-torch into {home}: 7 GB, about five minutes, once")
-    _run(sys.executable, "-m", "venv", "--clear", home)
+    run(sys.executable, "-m", "venv", "--clear", home)
     pip: list[str | Path] = [
         home / "bin" / "python",
         "-m",
@@ -70,17 +66,12 @@ def _install(home: Path) -> None:
         "--quiet",
         "--no-cache-dir",
     ]
-    _run(*pip, "-c", CONSTRAINTS, *PACKAGES)
+    run(*pip, "-c", CONSTRAINTS, *PACKAGES)
     (home / "complete").touch()
 
 
 def _say(text: str) -> None:
     print(f"rngd-env: {text}", file=sys.stderr, flush=True)
-
-
-def _run(*command: str | Path) -> None:
-    """Run with the output on stderr, where progress belongs."""
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
+#: Bounds far above any model: a program grows with both, and a mistyped figure should not take hours to be noticed.
+_MAX_LAYERS = 10_000
+_MAX_VOCABULARY = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -129,11 +133,6 @@ def _rope_parameters(fields: Fields, key: str, kind: str, given: Mapping[str, An
         if name not in inert and not (name == "partial_rotary_factor" and given[name] in (None, 1, 1.0)):
             fields.wrong(f"{key}.{name}", f"is not known for RoPE kind {kind!r}")
     return parameters
-
-
-#: Bounds far above any model: a program grows with both, and a mistyped figure should not take hours to be noticed.
-_MAX_LAYERS = 10_000
-_MAX_VOCABULARY = 1 << 24
 
 
 def _is_positive(value: object) -> TypeGuard[float]:

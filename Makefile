@@ -57,6 +57,10 @@ docs: quiet-env ## build the documentation into build/site, failing on every bro
 model: quiet-env ## print the folder of the test model (SmolLM2-135M-Instruct), making it if need be
 	@$(BIN)/python tools/smollm2.py
 
+.PHONY: rngd-env
+rngd-env: ## print the Python of the RNGD toolchain's environment, making it (7 GB) if need be
+	@$(PYTHON) tools/rngd_environment.py
+
 .PHONY: bench
 bench: $(addprefix bench-,$(subst _,-,$(BENCHMARKS))) ## run every benchmark
 

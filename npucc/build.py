@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from npubundle.config import BundleConfig, Memory
 from npubundle.config import Target as TargetInfo
 from npubundle.content import Content, NewLayer, build_container
 from npubundle.digest import sha256_of
+from npubundle.estimate import StepEstimate, estimate
 from npubundle.keys import Signer
-from npubundle.part import Numerics, Part, Port
+from npubundle.part import Numerics, Part, PartGraph, Port
 from npubundle.program import Program
 from npubundle.program_check import check
 from npubundle.recipe import Activations, Recipe
@@ -26,7 +28,10 @@ from npucc.parts import PartSpec, Traced, samplers, trace
 from npucc.passes import PIPELINE_VERSION
 from npucc.program_builder import reference_program, training_program
 from npucc.progress import Progress
-from npucc.targets import Target
+from npucc.targets import Target, find
+
+#: Media type of a part's graph as its compiler imported it, which runs in that compiler's executor.
+GRAPHS = "application/vnd.npucc.graph.v1+furiosa-dfg"
 
 #: Annotation of a layer: the names of the parts or the program in it.
 NAME_ANNOTATION = "dev.npucc.name"
@@ -41,6 +46,11 @@ class Lowered:
     programs: Mapping[str, Program]
     identities: Mapping[str, Identity]
     memory: Memory
+    on_host: frozenset[str]
+
+    def target_of(self, part: str) -> Target:
+        """What compiles this part."""
+        return host_target() if part in self.on_host else self.target
 
     @property
     def specs(self) -> tuple[PartSpec, ...]:
@@ -57,6 +67,13 @@ class Compiled:
     measured: Mapping[str, tuple[Measured, ...]]
     compiled: int
     cached: int
+    estimate: StepEstimate | None = None
+
+
+def estimated(lowered: Lowered, parts: Mapping[str, Part]) -> StepEstimate | None:
+    """What the vendor's cost model says of a step; None where it says nothing, or of parts that are not compiled."""
+    program, options = lowered.programs["train"], lowered.target.bundle_options()
+    return estimate(program, parts, options, lowered.traced.recipe.seq_len)
 
 
 def lower(model: Model, recipe: Recipe, target: Target) -> Lowered:
@@ -66,8 +83,21 @@ def lower(model: Model, recipe: Recipe, target: Target) -> Lowered:
     programs = {"train": training_program(traced, saved), "reference": reference_program(traced)}
     names = sorted({name for program in programs.values() for name in program.parts()})
     toolchain = target.toolchain()
-    identities = {name: Identity.of(name, traced.parts[name].graph, target.NAME, {}, toolchain) for name in names}
-    return Lowered(traced, target, programs, identities, _memory(programs["train"], saved))
+    on_host = {
+        call.part for p in programs.values() for phase in p.phases for call in p.calls(phase) if call.queue == "host"
+    }
+    identities = {}
+    for name in names:
+        graph = traced.parts[name].graph
+        chosen = host_target() if name in on_host else target
+        own = host_target().toolchain() if name in on_host else toolchain
+        identities[name] = Identity.of(name, graph, chosen.NAME, chosen.options(graph), own)
+    return Lowered(traced, target, programs, identities, _memory(programs["train"], saved), frozenset(on_host))
+
+
+def host_target() -> Target:
+    """What compiles parts that run on the host of a device."""
+    return find("cpu")
 
 
 def saved_layers(traced: Traced, target: Target) -> int:
@@ -112,29 +142,46 @@ def compile_all(lowered: Lowered, cache: Cache, progress: Progress) -> tuple[dic
     """Every part by name, from the cache or compiled and checked now; and how many keys were compiled."""
     cache.remove_abandoned()
     by_key: dict[str, Entry] = {}
-    compiled = 0
-    inputs = samplers(lowered.traced)
-    entries: dict[str, Entry] = {}
+    missing: dict[str, PartSpec] = {}
     for spec in lowered.specs:
         identity = lowered.identities[spec.name]
-        group = spec.name.split(".")[0]
-        if identity.key not in by_key:
-            entry = cache.get(identity)
-            if entry is None:
-                with progress.step(group, spec.name):
-                    entry = _compile(spec, lowered.target, inputs)
-                _remember(cache, identity, entry, progress)
-                compiled += 1
-            else:
-                progress.cached(group, spec.name)
+        if identity.key in by_key or identity.key in missing:
+            continue
+        entry = cache.get(identity)
+        if entry is None:
+            missing[identity.key] = spec
+        else:
+            progress.cached(spec.name.split(".")[0], spec.name)
             by_key[identity.key] = entry
-        entries[spec.name] = by_key[identity.key]
-    return entries, compiled
+    inputs = samplers(lowered.traced)
+
+    def make(spec: PartSpec) -> Entry:
+        target = lowered.target_of(spec.name)
+        with progress.step(spec.name.split(".")[0], spec.name):
+            part = target.compile_part(spec.graph)
+            entry = Entry(part, tuple(measure(spec.graph, part, target, inputs)))
+        _remember(cache, lowered.identities[spec.name], entry, progress)
+        return entry
+
+    by_key |= dict(zip(missing, _in_parallel(make, list(missing.values()), lowered.target), strict=True))
+    entries = {spec.name: by_key[lowered.identities[spec.name].key] for spec in lowered.specs}
+    return entries, len(missing)
 
 
-def _compile(spec: PartSpec, target: Target, inputs: Mapping[str, Any]) -> Entry:
-    payload = target.compile_part(spec.graph)
-    return Entry(payload, tuple(measure(spec.graph, payload, target, inputs)))
+def _in_parallel(make: Callable[[PartSpec], Entry], specs: Sequence[PartSpec], target: Target) -> list[Entry]:
+    """Entries in the order of `specs`. The first failure ends the others; what was finished by then is cached."""
+    if target.jobs == 1:
+        return [make(spec) for spec in specs]
+    with ThreadPoolExecutor(target.jobs, thread_name_prefix="compile") as pool:
+        futures = [pool.submit(make, spec) for spec in specs]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            target.close()
+            raise
+    return [future.result() for future in futures]
 
 
 def _remember(cache: Cache, identity: Identity, entry: Entry, progress: Progress) -> None:
@@ -169,7 +216,8 @@ def assemble(
         attestations=[(NUMERICS, _numerics_predicate(lowered, measured))] if signer else (),
     )
     distinct = len({identity.key for identity in lowered.identities.values()})
-    return Compiled(config, content, measured, compiled, distinct - compiled)
+    found = estimated(lowered, {part.name: part for part in config.parts})
+    return Compiled(config, content, measured, compiled, distinct - compiled, found)
 
 
 def _config(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[str, str], name: str) -> BundleConfig:
@@ -178,22 +226,24 @@ def _config(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[st
     toolchain = {
         "torch": torch.__version__.split("+")[0],
         "passes": str(PIPELINE_VERSION),
+        **(host_target().toolchain() if lowered.on_host else {}),
         **lowered.target.toolchain(),
     }
     return BundleConfig(
         name=name,
         model=lowered.traced.model.config,
         recipe=lowered.traced.recipe,
-        target=TargetInfo(lowered.target.NAME, {}),
+        target=TargetInfo(lowered.target.NAME, lowered.target.bundle_options()),
         toolchain=toolchain,
-        parts=tuple(_part(spec, lowered, entries[spec.name]) for spec in lowered.specs),
+        parts=tuple(part_of(spec, lowered, entries[spec.name]) for spec in lowered.specs),
         programs=programs,
         memory=lowered.memory,
     )
 
 
-def _part(spec: PartSpec, lowered: Lowered, entry: Entry) -> Part:
-    graph, target = spec.graph, lowered.target
+def part_of(spec: PartSpec, lowered: Lowered, entry: Entry) -> Part:
+    """A part as `bundle.json` has it."""
+    graph, target = spec.graph, lowered.target_of(spec.name)
     outputs = zip(graph.outputs, graph.output_types, strict=True)
     return Part(
         name=spec.name,
@@ -206,17 +256,23 @@ def _part(spec: PartSpec, lowered: Lowered, entry: Entry) -> Part:
         media_type=target.MEDIA_TYPE,
         requires=target.requirements(),
         numerics=Numerics(target.BOUND, "pass"),
+        graph=None
+        if entry.part.graph is None
+        else PartGraph(sha256_of(entry.part.graph), len(entry.part.graph), GRAPHS),
+        estimate=entry.part.estimate,
     )
 
 
 def _layers(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[str, bytes]) -> Sequence[NewLayer]:
     """Programs first, then each payload once, under the names of all parts that have it."""
     layers = [NewLayer(program_json.MEDIA_TYPE, raw, {NAME_ANNOTATION: role}) for role, raw in sorted(programs.items())]
-    names: dict[bytes, list[str]] = {}
+    names: dict[tuple[str, bytes], list[str]] = {}
     for name in sorted(entries):
-        names.setdefault(entries[name].payload, []).append(name)
-    for payload, parts in names.items():
-        layers.append(NewLayer(lowered.target.MEDIA_TYPE, payload, {NAME_ANNOTATION: ",".join(parts)}))
+        names.setdefault((lowered.target_of(name).MEDIA_TYPE, entries[name].payload), []).append(name)
+        if (graph := entries[name].part.graph) is not None:
+            names.setdefault((GRAPHS, graph), []).append(name)
+    for (media_type, blob), parts in names.items():
+        layers.append(NewLayer(media_type, blob, {NAME_ANNOTATION: ",".join(parts)}))
     return layers
 
 
@@ -230,7 +286,7 @@ def _numerics_predicate(lowered: Lowered, measured: Mapping[str, Sequence[Measur
     }
 
 
-def build(
+def build(  # noqa: PLR0913 -- what a user may choose, by keyword and with a default
     model: Model,
     recipe: Recipe,
     target: Target,
@@ -239,11 +295,13 @@ def build(
     *,
     name: str | None = None,
     signer: Signer | None = None,
+    graphs: bool = True,
     on_lowered: Callable[[Lowered], None] | None = None,
 ) -> Compiled:
     """The whole way. Raises CompilerError; a numerics check that fails leaves no entry in the cache.
 
-    `on_lowered` is called with the lowered step before anything is compiled, for a dump of it.
+    Without `graphs`, the bundle leaves out the graphs that a device's parts were compiled from. `on_lowered` is called
+    with the lowered step before anything is compiled, for a dump of it.
     """
     with progress.step("trace", f"{model.config.num_hidden_layers} layers, {recipe.seq_len} tokens"):
         lowered = lower(model, recipe, target)
@@ -253,4 +311,7 @@ def build(
         entries, compiled = compile_all(lowered, cache, progress)
     except MemoryError:
         raise ResourceError("out of memory", remedy="use a host with more memory") from None
+    if not graphs:
+        bare = {name: dataclasses.replace(entry.part, graph=None) for name, entry in entries.items()}
+        entries = {name: dataclasses.replace(entry, part=bare[name]) for name, entry in entries.items()}
     return assemble(lowered, entries, compiled, name=name, signer=signer)

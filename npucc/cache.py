@@ -1,8 +1,8 @@
 """Compiled parts on disk, found by part key. Any number of builds may share one cache at the same time.
 
 An entry is one file: a line of canonical JSON that says what went into the key and what came out of the numerics check,
-then the payload. It appears by rename, so that a full disk or a kill leaves no half entry; its digest is checked
-whenever it is read, and an entry that does not pass is a miss.
+then the payload and, of a device's part, the imported graph. It appears by rename, so that a full disk or a kill leaves
+no half entry; its digest is checked whenever it is read, and an entry that does not pass is a miss.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 from npubundle import canonical
 from npubundle.atomic import remove_abandoned, replacing
 from npubundle.digest import sha256_of
+from npubundle.part import Estimate
 from npucc.graph import Graph
 from npucc.numerics import NUMERICS_VERSION, Measured
+from npucc.targets import CompiledPart
 
 ENVIRONMENT_VARIABLE = "NPUCC_CACHE"
 _MAX_HEADER = 1 << 20
@@ -71,8 +73,13 @@ class Identity:
 class Entry:
     """A compiled part and the errors that its numerics check measured."""
 
-    payload: bytes
+    part: CompiledPart
     measured: tuple[Measured, ...]
+
+    @property
+    def payload(self) -> bytes:
+        """The part's own bytes."""
+        return self.part.payload
 
 
 class Cache:
@@ -100,24 +107,31 @@ class Cache:
             raw = self.path(identity.key).read_bytes()
         except OSError:
             return None
-        head, _, payload = raw.partition(b"\n")
+        head, _, blobs = raw.partition(b"\n")
         header = _header(head)
-        if header is None or header.get("payload") != sha256_of(payload) or header.get("numerics") != NUMERICS_VERSION:
+        if header is None or header.get("numerics") != NUMERICS_VERSION:
             return None
-        return Entry(payload, tuple(Measured(*row) for row in header["measured"]))
+        size, estimate = header["size"], header["estimate"]
+        if header["blobs"] != [sha256_of(blobs[:size]), sha256_of(blobs[size:])]:
+            return None
+        part = CompiledPart(blobs[:size], blobs[size:] or None, Estimate(*estimate) if estimate else None)
+        return Entry(part, tuple(Measured(*row) for row in header["measured"]))
 
     def put(self, identity: Identity, entry: Entry) -> None:
         """Store an entry. Raises OSError where the disk does not allow it; the cache is unharmed then."""
         path = self.path(identity.key)
         path.parent.mkdir(parents=True, exist_ok=True)
+        blobs, estimate = (entry.payload, entry.part.graph or b""), entry.part.estimate
         header = {
             "identity": identity.to_dict(),
             "numerics": NUMERICS_VERSION,
-            "payload": sha256_of(entry.payload),
+            "blobs": [sha256_of(blob) for blob in blobs],
+            "size": len(entry.payload),
+            "estimate": [estimate.cycles, estimate.peak_power, estimate.memory] if estimate else None,
             "measured": [[m.output, m.relative, m.absolute] for m in entry.measured],
         }
         with replacing(path) as file:
-            file.write(canonical.encode(header) + b"\n" + entry.payload)
+            file.write(canonical.encode(header) + b"\n" + b"".join(blobs))
 
     def remove_abandoned(self) -> None:
         """Delete what builds that were killed a day ago or earlier left half-written."""
@@ -150,8 +164,12 @@ class Cache:
 def _header(raw: bytes) -> dict[str, Any] | None:
     try:
         header = json.loads(raw)
-        well_formed = isinstance(header["identity"], dict) and all(
-            len(row) == len(("o", "r", "a")) for row in header["measured"]
+        well_formed = (
+            isinstance(header["identity"], dict)
+            and all(len(row) == len(("o", "r", "a")) for row in header["measured"])
+            and isinstance(header["blobs"], list)
+            and isinstance(header["size"], int)
+            and (header["estimate"] is None or len(header["estimate"]) == len(("c", "p", "m")))
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

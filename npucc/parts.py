@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from npubundle.model_config import ModelConfig
 from npubundle.recipe import Recipe
 from npucc.graph import Graph
 from npucc.models.config_reader import Model
@@ -13,6 +14,7 @@ from npucc.numerics import Sampler, causal_mask, matrix, uniform
 from npucc.passes import remove_dead_code, simplify
 from npucc.passes.canonicalize import canonicalize
 from npucc.passes.inplace import inplace_pairs
+from npucc.passes.intervals import cut_into_parts
 from npucc.passes.partition import partition
 from npucc.passes.plain_products import plain_products
 from npucc.targets import CutPolicy
@@ -34,7 +36,8 @@ class Traced:
     """The traced step: every graph that any activation policy needs, by part name.
 
     `head` and `trained` (elements of all LoRA matrices) are what the program needs beside them. `layer` is the joint
-    graph of a decoder layer as it was traced, before any pass.
+    graph of a decoder layer as it was traced, before any pass. `stages` names the parts that a pass through a layer
+    consists of, in order: one for whole layers, several where the target wants smaller ones.
     """
 
     model: Model
@@ -43,12 +46,15 @@ class Traced:
     parts: Mapping[str, PartSpec]
     trained: int
     layer: Graph
+    cut: CutPolicy
+    stages: Mapping[str, tuple[str, ...]]
 
     @property
     def saved(self) -> tuple[str, ...]:
         """Names of what a layer keeps for its backward pass under the policy `save`, in order."""
-        outputs = self.parts["layer.forward.save"].graph.outputs
-        return tuple(name for name, _ in outputs if name != "y")
+        read = {v.name for part in self.stages["layer.backward.save"] for v in self.parts[part].graph.inputs}
+        outputs = [name for part in self.stages["layer.forward.save"] for name, _ in self.parts[part].graph.outputs]
+        return tuple(name for name in outputs if name != "y" and name in read)
 
 
 def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
@@ -57,36 +63,77 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
     shape = head.head_shape(config, recipe.seq_len, rows=cut.head_rows, slice_width=cut.head_slice)
     adapters = layer.adapters(model, recipe)
     trained = config.num_hidden_layers * sum(kind.elements for a in adapters for _, _, kind in a.matrices)
-    graphs = [embedding.tables(config, recipe.seq_len), embedding.embed(config, recipe.seq_len)]
-    raw = layer.joint(model, recipe, query_rows=cut.query_rows)
-    graphs += _layer_graphs(raw, cut)
-    graphs += _head_graphs(model, recipe, shape)
+    graphs = [embedding.tables(config, recipe.seq_len, cut), embedding.embed(config, recipe.seq_len, cut)]
+    raw = layer.joint(model, recipe, cut)
+    layers = _layer_graphs(raw, cut) if cut.products_per_part is None else _small_layer_graphs(model, raw, cut)
+    layers["reference.layer"] = _reference_layer(model, recipe, raw, cut)
+    graphs += _reference_ends(config, recipe.seq_len, cut)
+    graphs += [graph for group in layers.values() for graph in group]
+    graphs += _head_graphs(model, recipe, shape, cut)
     parts = {graph.name: PartSpec(graph.name, graph) for graph in graphs}
     for graph, pairs in (
-        (optimizer.accumulate(trained), {"new_grad": "grad"}),
+        (optimizer.accumulate(trained, select=not cut.own_memory), {"new_grad": "grad"}),
+        (_named("reference.accumulate", optimizer.accumulate(trained), None), {"new_grad": "grad"}),
         (optimizer.clip(trained), {}),
         (optimizer.adamw(trained), {"new_param": "param", "new_moment1": "moment1", "new_moment2": "moment2"}),
     ):
         parts[graph.name] = PartSpec(graph.name, graph, inplace_pairs(graph, pairs))
-    return Traced(model, recipe, shape, parts, trained, raw)
+    stages = {name: tuple(graph.name for graph in group) for name, group in layers.items()}
+    return Traced(model, recipe, shape, parts, trained, raw, cut, stages)
 
 
-def _layer_graphs(raw: Graph, cut: CutPolicy) -> list[Graph]:
-    """All cuts of the joint graph. The first layer's backward needs no gradient of its input: embeddings are frozen."""
+def _layer_graphs(raw: Graph, cut: CutPolicy) -> dict[str, list[Graph]]:
+    """Whole passes. The first layer's backward needs no gradient of its input: embeddings are frozen."""
     joint = simplify(raw)
     gradients = {name for name, _ in joint.outputs if name not in {"y", "dx"}}
     halves = partition(joint, tangents={"dy"}, forward_outputs={"y"}, repeat_products_within=cut.repeat_products_within)
-    plain = plain_products(remove_dead_code(canonicalize(raw))).renumbered()
-    return [
+    graphs = [
         _named("layer.forward", joint, {"y"}),
         _named("layer.backward", joint, {"dx"} | gradients),
         _named("layer.backward.first", joint, gradients),
         _named("layer.forward.save", halves.forward, None),
         _named("layer.backward.save", halves.backward, None),
         _named("layer.backward.save.first", halves.backward, gradients),
+    ]
+    return {graph.name: [graph] for graph in graphs}
+
+
+def _small_layer_graphs(model: Model, raw: Graph, cut: CutPolicy) -> dict[str, list[Graph]]:
+    """Passes in several parts, which all layers and both activation policies share, for every part takes minutes."""
+    joint = simplify(raw)
+    halves = partition(joint, tangents={"dy"}, forward_outputs={"y"}, repeat_products_within=cut.repeat_products_within)
+    weights = {t.name for t in model.architecture.layer_tensors(model.config) if t.module}
+    products = cut.products_per_part or 1
+    forward = dataclasses.replace(halves.forward, name="layer.forward.save")
+    backward = dataclasses.replace(halves.backward, name="layer.backward.save")
+    return {
+        forward.name: cut_into_parts(forward, weights, products, prefix="f"),
+        backward.name: cut_into_parts(backward, weights, products, prefix="b", late={"dy"}),
+    }
+
+
+def _reference_layer(model: Model, recipe: Recipe, raw: Graph, cut: CutPolicy) -> list[Graph]:
+    """The layer in f32 as traced, without the passes that rewrite and cut what is compared with it."""
+    if cut.products != "f32" or cut.swap:
+        raw = layer.joint(model, recipe, dataclasses.replace(cut, products="f32", swap=False))
+    plain = plain_products(remove_dead_code(canonicalize(raw))).renumbered()
+    gradients = {name for name, _ in plain.outputs if name not in {"y", "dx"}}
+    return [
         _named("reference.layer.forward", plain, {"y"}),
         _named("reference.layer.backward", plain, {"dx"} | gradients),
     ]
+
+
+def _reference_ends(config: ModelConfig, seq_len: int, cut: CutPolicy) -> list[Graph]:
+    """The parts before and after the layers that the reference needs in f32 and for a CPU, whatever the target."""
+    plain = dataclasses.replace(cut, products="f32", swap=False, own_memory=False)
+    shape = head.head_shape(config, seq_len, rows=cut.head_rows, slice_width=cut.head_slice)
+    graphs = [
+        embedding.tables(config, seq_len, plain),
+        embedding.embed(config, seq_len, plain),
+        head.end(config, shape, plain),
+    ]
+    return [dataclasses.replace(graph, name=f"reference.{graph.name.removeprefix('head.')}") for graph in graphs]
 
 
 def _named(name: str, graph: Graph, keep: set[str] | None) -> Graph:
@@ -94,16 +141,18 @@ def _named(name: str, graph: Graph, keep: set[str] | None) -> Graph:
     return dataclasses.replace(cut, name=name)
 
 
-def _head_graphs(model: Model, recipe: Recipe, shape: HeadShape) -> list[Graph]:
+def _head_graphs(model: Model, recipe: Recipe, shape: HeadShape, cut: CutPolicy) -> list[Graph]:
     config = model.config
     widths = sorted({stop - start for start, stop in shape.slices})
-    graphs = [head.begin(config, shape), head.finish(config, shape), head.end(config, shape)]
-    graphs += [head.score_begin(config, shape), head.score_finish(shape), head.reference_finish(config, shape)]
+    graphs = [head.label_rows(config, shape, cut.products), head.places(shape)]
+    graphs += [head.begin(config, shape, cut), head.finish(config, shape, cut), head.end(config, shape, cut)]
+    graphs += [head.score_begin(config, shape, cut), head.score_finish(config, shape, cut)]
+    graphs += [head.reference_begin(config, shape), head.reference_finish(config, shape)]
     for width in widths:
-        graphs += [head.slice_step(config, shape, width), head.score_slice(config, shape, width)]
+        graphs += [head.slice_step(config, shape, cut, width), head.score_slice(config, shape, cut, width)]
         graphs += [head.reference_lse(config, shape, width), head.reference_slice(config, shape, width)]
         if recipe.logits:
-            graphs.append(head.logits_slice(config, shape, width))
+            graphs.append(head.logits_slice(config, shape, cut, width))
     return graphs
 
 

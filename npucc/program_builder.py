@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from npubundle.liveness import planned
-from npubundle.program import Buffer, Call, Init, Instruction, Operand, Program, Repeat, Role, Source
+from npubundle.program import Buffer, Call, Init, Instruction, Move, Operand, Program, Repeat, Role, Source, Space
 from npubundle.tensor import TensorType
 from npucc.parts import Traced
 from npucc.training.layer import adapters, gradient_name
@@ -16,19 +18,39 @@ _ADAMW = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "correct
 
 def training_program(traced: Traced, saved_layers: int) -> Program:
     """The program `train`; the last `saved_layers` layers keep their activations, the others compute them again."""
-    return _Builder(traced, saved_layers).training()
+    return (_DeviceBuilder if traced.cut.own_memory else _Builder)(traced, saved_layers).training()
 
 
 def reference_program(traced: Traced) -> Program:
-    """The program `reference`: `micro_step` from unfused parts and a two-pass loss."""
-    return _Builder(traced, 0).reference()
+    """The program `reference`: `micro_step` from unfused parts and a two-pass loss, in f32, for a CPU."""
+    program = _Builder(traced, 0, products="f32").reference()
+    return _on_host(program) if traced.cut.own_memory else program
+
+
+def _on_host(program: Program) -> Program:
+    """The same program with everything in the host's memory and on its processor."""
+
+    def moved(instruction: Instruction) -> Instruction:
+        if isinstance(instruction, Repeat):
+            body = tuple(dataclasses.replace(call, queue="host") for call in instruction.body)
+            return dataclasses.replace(instruction, body=body)
+        return dataclasses.replace(instruction, queue="host") if isinstance(instruction, Call) else instruction
+
+    buffers = {name: dataclasses.replace(b, space="host", arena_offset=None) for name, b in program.buffers.items()}
+    phases = {phase: tuple(map(moved, body)) for phase, body in program.phases.items()}
+    return planned(dataclasses.replace(program, buffers=buffers, phases=phases, arena={}))
 
 
 class _Builder:
     """Collects buffers as instructions ask for them; values take their types from the parts that produce them."""
 
-    def __init__(self, traced: Traced, saved_layers: int) -> None:
+    #: Where token ids and row numbers lie.
+    indices: Space = "device"
+
+    def __init__(self, traced: Traced, saved_layers: int, products: str | None = None) -> None:
+        """`products` is the dtype of the weights, by default that of the parts."""
         self.traced = traced
+        self.products = products or traced.cut.products
         self.config = traced.model.config
         self.architecture = traced.model.architecture
         self.layers = self.config.num_hidden_layers
@@ -44,25 +66,33 @@ class _Builder:
     def _add(self, buffer: Buffer) -> None:
         self.buffers[buffer.name] = buffer
 
-    def _weight(self, name: str, tensor: str, shape: tuple[int, ...]) -> None:
+    def _weight(self, name: str, tensor: str, shape: tuple[int, ...], space: Space = "device") -> None:
         self.checkpoint[tensor] = shape
-        self._add(Buffer(name, TensorType("f32", shape), "weight", source=Source(tensor)))
+        self._add(Buffer(name, TensorType(self.products, shape), "weight", source=Source(tensor), space=space))
 
     def _weights(self) -> None:
         config, names = self.config, self.architecture
-        vocabulary = (config.vocab_size, config.hidden_size)
-        self._weight("embed", names.embedding, vocabulary)
+        self._vocabulary_weights()
         for index in range(self.layers):
             for t in names.layer_tensors(config):
                 self._weight(f"layers.{index}.{t.name}", names.layer_prefix.format(index) + t.tensor, t.shape)
         self._weight("norm", names.final_norm, (config.hidden_size,))
+        for number, (start, stop) in enumerate(self.traced.head.slices):
+            kind = TensorType(self.products, (stop - start, config.hidden_size))
+            self._add(
+                Buffer(
+                    f"head.{number}", kind, "weight", view_of=self.output_matrix, view_offset=start * config.hidden_size
+                )
+            )
+            self._add(Buffer(f"head.{number}.start", TensorType("i32", ()), "scalar", value=start))
+
+    def _vocabulary_weights(self) -> None:
+        config, names = self.config, self.architecture
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self._weight("embed", names.embedding, vocabulary)
+        self.output_matrix = "embed" if config.tie_word_embeddings else "head"
         if not config.tie_word_embeddings:
             self._weight("head", names.head, vocabulary)
-        matrix = "embed" if config.tie_word_embeddings else "head"
-        for number, (start, stop) in enumerate(self.traced.head.slices):
-            kind = TensorType("f32", (stop - start, config.hidden_size))
-            self._add(Buffer(f"head.{number}", kind, "weight", view_of=matrix, view_offset=start * config.hidden_size))
-            self._add(Buffer(f"head.{number}.start", TensorType("i32", ()), "scalar", value=start))
 
     def _state(self) -> None:
         flat = TensorType("f32", (self.traced.trained,))
@@ -86,11 +116,11 @@ class _Builder:
     def _inputs(self) -> None:
         S, B, n = self.traced.recipe.seq_len, self.traced.head.blocks, self.traced.head.rows
         for name in ("tokens", "positions", "segments"):
-            self._add(Buffer(name, TensorType("i32", (S,)), "input"))
-        self._add(Buffer("rows", TensorType("i32", (B, n)), "input"))
-        self._add(Buffer("labels", TensorType("i32", (B, n)), "input"))
-        self._add(Buffer("weights", TensorType("f32", (B, n)), "input"))
-        self._add(Buffer("blocks", TensorType("i32", ()), "scalar"))
+            self._add(Buffer(name, TensorType("i32", (S,)), "input", space=self.indices))
+        self._add(Buffer("rows", TensorType("i32", (B, n)), "input", space=self.indices))
+        self._add(Buffer("labels", TensorType("i32", (B, n)), "input", space=self.indices))
+        self._add(Buffer("weights", TensorType("f32", (B, n)), "input", space=self.indices))
+        self._add(Buffer("blocks", TensorType("i32", ()), "scalar", space=self.indices))
         for name in ("accumulate", "token_count", "max_norm", *_ADAMW):
             self._add(Buffer(name, TensorType("f32", ()), "scalar"))
 
@@ -126,64 +156,82 @@ class _Builder:
                 args.append(f"lora.{index}.{value.name}" if ".lora_" in value.name else f"layers.{index}.{value.name}")
         return args
 
-    def _beginning(self, prefix: str) -> list[Instruction]:
-        positions = [prefix + name for name in ("cos", "sin", "mask")]
-        return [
-            self.call("tables", ["positions", "segments"], positions),
+    def _beginning(self, prefix: str, *, labels: bool) -> list[Instruction]:
+        """What is picked by index: position tables, token vectors, and the output matrix's rows of the labels."""
+        begin: list[Instruction] = [
+            self.call("tables", ["positions", "segments"], list(self._tables(prefix).values())),
             self.call("embed", ["tokens", "embed"], [f"{prefix}h.0"]),
         ]
+        if labels:
+            begin.append(self.call("head.labels", ["labels", self.output_matrix], [f"{prefix}label_rows"]))
+        return begin
 
     def _tables(self, prefix: str) -> dict[str, str]:
-        return {name: prefix + name for name in ("cos", "sin", "mask")}
+        return {name: prefix + name for name, _ in self.traced.parts["tables"].graph.outputs}
 
     def _saves(self, index: int) -> bool:
         return index >= self.saved_from
 
     def _forward(self, prefix: str, *, keep: bool) -> Iterable[Instruction]:
         for index in range(self.layers):
-            part = "layer.forward.save" if self._saves(index) else "layer.forward"
+            saves = self._saves(index)
             # Evaluation runs the same parts, so that they are loaded once; it has one place for what it does not keep.
-            place = f"{index}." if keep else ""
-            saved = [f"{prefix}{place}{name}" for name in self.traced.saved] if self._saves(index) else []
-            args = self._layer_args(part, index, {"x": f"{prefix}h.{index}"} | self._tables(prefix))
-            yield self.call(part, args, [f"{prefix}h.{index + 1}", *saved], layer=index)
+            place = f"{index}." if keep and saves else "scratch." if keep else ""
+            names = {"x": f"{prefix}h.{index}", "y": f"{prefix}h.{index + 1}"} | self._tables(prefix)
+            yield from self._stages(self._pass("layer.forward", saves=saves), index, names, prefix + place)
 
     def _backward(self) -> Iterable[Instruction]:
         for index in reversed(range(self.layers)):
-            part = "layer.backward.save" if self._saves(index) else "layer.backward"
-            part += ".first" if index == 0 else ""
-            values = {"x": f"h.{index}", "dy": f"dh.{index + 1}"} | self._tables("")
-            values |= {name: f"{index}.{name}" for name in self.traced.saved}
-            yield self.call(part, self._layer_args(part, index, values), self._gradients(part, index), layer=index)
+            names = {"x": f"h.{index}", "dy": f"dh.{index + 1}", "dx": f"dh.{index}"} | self._tables("")
+            if not self._saves(index) and "layer.backward" not in self.traced.stages:
+                # The last part only makes the layer's output, which is there already.
+                again = self.traced.stages["layer.forward.save"][:-1]
+                yield from self._stages(again, index, names, f"{index}.")
+            for adapter in adapters(self.traced.model, self.traced.recipe):
+                names |= {gradient_name(name): f"grad_step.{index}.{name}" for name, _, _ in adapter.matrices}
+            backward = self._pass("layer.backward", saves=self._saves(index), first=index == 0)
+            yield from self._stages(backward, index, names, f"{index}.")
 
-    def _gradients(self, part: str, index: int) -> list[str]:
-        """Result operands of a backward part: dx, and the views of `grad_step`."""
-        names = {"dx": f"dh.{index}"}
-        for adapter in adapters(self.traced.model, self.traced.recipe):
-            names |= {gradient_name(name): f"grad_step.{index}.{name}" for name, _, _ in adapter.matrices}
-        return [names[output] for output, _ in self.traced.parts[part].graph.outputs]
+    def _pass(self, name: str, *, saves: bool, first: bool = False) -> Sequence[str]:
+        """Names of the parts. Targets with small parts have one set of them for every policy and layer."""
+        stages = self.traced.stages
+        saved = f"{name}.save" if saves or name not in stages else name
+        return stages.get(f"{saved}.first", stages[saved]) if first else stages[saved]
+
+    def _stages(self, parts: Iterable[str], index: int, names: Mapping[str, str], place: str) -> Iterable[Instruction]:
+        """Calls of one layer's parts, in order. Values without a name of their own are activations at `place`."""
+        for part in parts:
+            graph = self.traced.parts[part].graph
+            made = {name: names.get(name, place + name) for name, _ in graph.outputs}
+            values = dict(names)
+            values |= {v.name: place + v.name for v in graph.inputs if v.name in self.passed and v.name not in names}
+            yield self.call(part, self._layer_args(part, index, values), list(made.values()), layer=index)
+
+    @cached_property
+    def passed(self) -> set[str]:
+        """Values that one part of a layer hands to another."""
+        stages = self.traced.stages.values()
+        return {out for parts in stages for part in parts for out, _ in self.traced.parts[part].graph.outputs}
 
     def _repeat(self, body: Iterable[Call]) -> Repeat:
         return Repeat("blocks", self.traced.head.blocks, tuple(body))
 
     def _loss(self, last: str) -> list[Instruction]:
-        names = ("top", "total", "mixed", "label_logit", "label_row")
-        blocks = self.traced.head.blocks
-        body = [self.call("head.begin", [last, "rows[]", "norm"], ["hx", *(f"{n}.0" for n in names)])]
+        names = ("top", "total", "mixed")
+        rows = [last, f"{self._here('rows')}[]", "norm"]
+        body = [self.call("head.begin", rows, ["hx", *(f"{n}.0" for n in names)])]
         for number, (start, stop) in enumerate(self.traced.head.slices):
-            args = ["hx", f"head.{number}", "labels[]", f"head.{number}.start", *(f"{n}.{number}" for n in names)]
+            args = ["hx", f"head.{number}", *(f"{n}.{number}" for n in names)]
             body.append(self.call(f"head.slice.{stop - start}", args, [f"{n}.{number + 1}" for n in names]))
         sums = [f"{n}.{len(self.traced.head.slices)}" for n in names]
-        body.append(
-            self.call(
-                "head.finish", [last, "rows[]", "norm", "weights[]", *sums], ["losses[]", "d_rows[]"], blocks=blocks
-            )
-        )
+        args = [*rows, f"{self._here('weights')}[]", "hx", "label_rows[]", *sums]
+        body.append(self.call("head.finish", args, ["losses[]", "d_rows[]"], blocks=self.traced.head.blocks))
         return [self._repeat(body), self._loss_end()]
 
     def _loss_end(self) -> Call:
         self._output("loss_sum", TensorType("f32", ()))
-        return self.call("head.end", ["losses", "d_rows", "rows", "weights"], ["loss_sum", f"dh.{self.layers}"])
+        args = [self._here(v.name) for v in self.traced.parts["head.end"].graph.inputs]
+        return self.call("head.end", args, ["loss_sum", f"dh.{self.layers}"])
 
     def _update(self) -> list[Instruction]:
         self._output("grad_norm", TensorType("f32", ()))
@@ -194,37 +242,44 @@ class _Builder:
         ]
 
     def _evaluate(self) -> list[Instruction]:
-        names = ("top", "total", "label_logit", "best")
+        names = ("top", "total", "best")
         shape = (self.traced.head.blocks, self.traced.head.rows)
         self._output("logprobs", TensorType("f32", shape))
         self._output("predictions", TensorType("i32", shape))
         last = f"eval.h.{self.layers}"
-        body = [self.call("score.begin", [last, "rows[]", "norm"], ["eval.hx", *(f"eval.{n}.0" for n in names)])]
+        rows = [last, f"{self._here('rows', 'eval.')}[]", "norm"]
+        body = [self.call("score.begin", rows, ["eval.hx", *(f"eval.{n}.0" for n in names)])]
         for number, (start, stop) in enumerate(self.traced.head.slices):
             running = [f"eval.{n}.{number}" for n in names]
-            args = ["eval.hx", f"head.{number}", "labels[]", f"head.{number}.start", *running]
+            args = ["eval.hx", f"head.{number}", f"head.{number}.start", *running]
             body.append(self.call(f"score.slice.{stop - start}", args, [f"eval.{n}.{number + 1}" for n in names]))
         sums = [f"eval.{n}.{len(self.traced.head.slices)}" for n in names]
-        body.append(self.call("score.finish", sums, ["logprobs[]", "predictions[]"]))
-        return [*self._beginning("eval."), *self._forward("eval.", keep=False), self._repeat(body)]
+        args = ["eval.hx", "eval.label_rows[]", *sums]
+        body.append(self.call("score.finish", args, ["logprobs[]", "predictions[]"]))
+        return [*self._beginning("eval.", labels=True), *self._forward("eval.", keep=False), self._repeat(body)]
 
     def _logits(self) -> list[Instruction]:
         n = self.traced.head.rows
         self._output("logits", TensorType("f32", (self.config.vocab_size, n)))
         self._add(Buffer("one", TensorType("i32", ()), "scalar", value=1))
-        scratch = [f"logits.{name}" for name in ("x", "top", "total", "label_logit", "best")]
-        body = [self.call("score.begin", [f"logits.h.{self.layers}", "rows[]", "norm"], scratch)]
+        scratch = [f"logits.{name}" for name in ("x", "top", "total", "best")]
+        rows = [f"logits.h.{self.layers}", f"{self._here('rows', 'logits.')}[]", "norm"]
+        body = [self.call("score.begin", rows, scratch)]
         for number, (start, stop) in enumerate(self.traced.head.slices):
             view = f"logits.{number}"
             self._add(Buffer(view, TensorType("f32", (stop - start, n)), "output", "logits", start * n))
             body.append(self.call(f"logits.slice.{stop - start}", ["logits.x", f"head.{number}"], [view]))
-        return [*self._beginning("logits."), *self._forward("logits.", keep=False), Repeat("one", 1, tuple(body))]
+        return [
+            *self._beginning("logits.", labels=False),
+            *self._forward("logits.", keep=False),
+            Repeat("one", 1, tuple(body)),
+        ]
 
     # -- programs ------------------------------------------------------------------------------------------------
 
     def training(self) -> Program:
         """All phases of `train`."""
-        micro_step = [*self._beginning(""), *self._forward("", keep=True), *self._loss(f"h.{self.layers}")]
+        micro_step = [*self._beginning("", labels=True), *self._forward("", keep=True), *self._loss(f"h.{self.layers}")]
         micro_step += [*self._backward(), self._accumulate()]
         phases = {"micro_step": tuple(micro_step), "update": tuple(self._update()), "evaluate": tuple(self._evaluate())}
         prefixes = ["", "eval."]
@@ -238,29 +293,31 @@ class _Builder:
 
     def reference(self) -> Program:
         """`micro_step` from the parts whose names begin with `reference`."""
-        instructions = self._beginning("")
+        instructions: list[Instruction] = [
+            self.call("reference.tables", ["positions", "segments"], ["cos", "sin", "mask"]),
+            self.call("reference.embed", ["tokens", "embed"], ["h.0"]),
+        ]
+        tables = {name: name for name in ("cos", "sin", "mask")}
         for index in range(self.layers):
             part = "reference.layer.forward"
-            args = self._layer_args(part, index, {"x": f"h.{index}"} | self._tables(""))
+            args = self._layer_args(part, index, {"x": f"h.{index}"} | tables)
             instructions.append(self.call(part, args, [f"h.{index + 1}"], layer=index))
         instructions += self._reference_loss(f"h.{self.layers}")
         for index in reversed(range(self.layers)):
             part = "reference.layer.backward"
-            values = {"x": f"h.{index}", "dy": f"dh.{index + 1}"} | self._tables("")
-            instructions.append(
-                self.call(part, self._layer_args(part, index, values), self._gradients(part, index), layer=index)
-            )
-        instructions.append(self._accumulate())
+            values = {"x": f"h.{index}", "dy": f"dh.{index + 1}"} | tables
+            names = {"dx": f"dh.{index}"}
+            for adapter in adapters(self.traced.model, self.traced.recipe):
+                names |= {gradient_name(name): f"grad_step.{index}.{name}" for name, _, _ in adapter.matrices}
+            results = [names[output] for output, _ in self.traced.parts[part].graph.outputs]
+            instructions.append(self.call(part, self._layer_args(part, index, values), results, layer=index))
+        instructions.append(self.call("reference.accumulate", ["grad", "grad_step", "accumulate"], ["grad"]))
         return self._program({"micro_step": tuple(instructions)}, [""])
 
     def _reference_loss(self, last: str) -> list[Instruction]:
         slices = self.traced.head.slices
         start = ["hx", "lse.0", "label_logit.0", "dx.0"]
-        # `head.begin` also makes the zeros and the lowest number that the two passes start from.
-        begin = self.call(
-            "head.begin", [last, "rows[]", "norm"], [start[0], start[1], start[2], start[3], "unused.0", "unused.1"]
-        )
-        body = [begin]
+        body = [self.call("reference.begin", [last, "rows[]", "norm"], start)]
         for number, (low, high) in enumerate(slices):
             body.append(
                 self.call(
@@ -276,7 +333,14 @@ class _Builder:
         sums = [lse, f"label_logit.{len(slices)}", f"dx.{len(slices)}"]
         args = [last, "rows[]", "norm", "weights[]", *sums]
         body.append(self.call("reference.finish", args, ["losses[]", "d_rows[]"], blocks=self.traced.head.blocks))
-        return [self._repeat(body), self._loss_end()]
+        self._output("loss_sum", TensorType("f32", ()))
+        end = self.call("reference.end", ["losses", "d_rows", "rows", "weights"], ["loss_sum", f"dh.{self.layers}"])
+        return [self._repeat(body), end]
+
+    def _here(self, name: str, prefix: str = "") -> str:
+        """The buffer in which the head's parts find an input, in the phase with this prefix."""
+        del prefix
+        return name
 
     def _program(self, phases: dict[str, tuple[Instruction, ...]], prefixes: Sequence[str]) -> Program:
         boundaries = range(self.layers + 1)
@@ -284,3 +348,48 @@ class _Builder:
         # The first layer writes no dh.0; the name stands for its place all the same.
         chains.append(tuple(f"dh.{i}" for i in boundaries))
         return planned(Program(self.buffers, phases, tuple(chains), {}, self.checkpoint))
+
+
+class _DeviceBuilder(_Builder):
+    """For a device with memory of its own. What is picked by index is picked on the host, and moves."""
+
+    indices = "host"
+
+    def _vocabulary_weights(self) -> None:
+        config, names = self.config, self.architecture
+        vocabulary = (config.vocab_size, config.hidden_size)
+        matrix = names.embedding if config.tie_word_embeddings else names.head
+        self._weight("embed", names.embedding, vocabulary, "host")
+        if not config.tie_word_embeddings:
+            self._weight("labels.table", matrix, vocabulary, "host")
+        self.output_matrix = "head"
+        self._weight("head", matrix, vocabulary)
+
+    def _beginning(self, prefix: str, *, labels: bool) -> list[Instruction]:
+        table = "embed" if self.config.tie_word_embeddings else "labels.table"
+        calls = [
+            ("tables", ["positions", "segments"], list(self._tables(prefix).values())),
+            ("embed", ["tokens", "embed"], [f"{prefix}h.0"]),
+        ]
+        moved = ["rows"]
+        if labels:
+            calls.append(("head.labels", ["labels", table], [f"{prefix}label_rows"]))
+        if not prefix:  # only training puts gradients back
+            calls.append(("head.places", ["rows", "weights"], ["slots", "used"]))
+            moved.append("weights")
+        begin: list[Instruction] = []
+        for part, args, results in calls:
+            on_host = [f"host.{name}" for name in results]
+            for host, name, kind in zip(on_host, results, self.traced.parts[part].graph.output_types, strict=True):
+                self._add(Buffer(host, kind, "activation", space="host"))
+                self._add(Buffer(name, kind, "activation"))
+            operands = tuple(map(Operand.from_str, args)), tuple(map(Operand.from_str, on_host))
+            begin.append(Call(part, *operands, queue="host"))
+            begin += [Move(host, name, "h2d") for host, name in zip(on_host, results, strict=True)]
+        for name in moved:
+            self._add(Buffer(self._here(name, prefix), self.buffers[name].type, "activation"))
+            begin.append(Move(name, self._here(name, prefix), "h2d"))
+        return begin
+
+    def _here(self, name: str, prefix: str = "") -> str:
+        return f"{prefix}device.{name}" if name in {"rows", "weights"} else name

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npubundle.fields import Fields, Kind, Place, dict_of, integer, list_of, number, record, text
+from npubundle.fields import Fields, Kind, Place, dict_of, integer, list_of, nullable, number, record, text
 from npubundle.tensor import ITEM_SIZE, TensorType
 
 DIGEST = r"sha256:[0-9a-f]{64}"
@@ -34,12 +34,33 @@ class Numerics:
 
 
 @dataclass(frozen=True, slots=True)
+class PartGraph:
+    """Where the graph is that the vendor's compiler took in: its kit can execute that on a CPU, without a device."""
+
+    digest: str
+    size: int
+    media_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the vendor's cost model says of a part: cycles of one run, peak power in watts, memory in bytes.
+
+    Power and memory are None where the model says nothing of them.
+    """
+
+    cycles: int
+    peak_power: float | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A compiled graph of the bundle.
 
     `inplace` pairs (output, input) indices that may share memory: the graph reads nothing of that input once it writes
     that output. `requires` names minimum versions, such as `onnxruntime` and `opset`. `digest` and `size` are the
-    payload's.
+    payload's. `graph` and `estimate` are there where the target's toolchain gives them and the build kept them.
     """
 
     name: str
@@ -52,9 +73,12 @@ class Part:
     media_type: str
     requires: Mapping[str, str]
     numerics: Numerics
+    graph: PartGraph | None = None
+    estimate: Estimate | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The part as it stands in `bundle.json`."""
+        """The part as it stands in `bundle.json`. What is absent is not written."""
+        optional = {"graph": self.graph, "estimate": self.estimate}
         return {
             "name": self.name,
             "key": self.key,
@@ -66,6 +90,7 @@ class Part:
             "media_type": self.media_type,
             "requires": dict(self.requires),
             "numerics": dataclasses.asdict(self.numerics),
+            **{name: dataclasses.asdict(value) for name, value in optional.items() if value is not None},
         }
 
 
@@ -93,6 +118,22 @@ def _numerics(fields: Fields) -> Numerics:
     return Numerics(fields.need("bound", number(0.0)), fields.need("verdict", text("pass|unchecked")))
 
 
+def _graph(fields: Fields) -> PartGraph:
+    return PartGraph(
+        digest=fields.need("digest", text(DIGEST, called="a sha256 digest")),
+        size=fields.need("size", integer(0)),
+        media_type=fields.need("media_type", text()),
+    )
+
+
+def _estimate(fields: Fields) -> Estimate:
+    return Estimate(
+        cycles=fields.need("cycles", integer(0)),
+        peak_power=fields.need("peak_power", nullable(number(0.0))),
+        memory=fields.need("memory", nullable(integer(0))),
+    )
+
+
 def _pair(place: Place) -> tuple[int, int]:
     pair = list_of(integer(0), minimum=2, maximum=2).read(place)
     return (pair[0], pair[1]) if len(pair) == 2 else (0, 0)
@@ -110,6 +151,8 @@ def _part(fields: Fields) -> Part:
         media_type=fields.need("media_type", text()),
         requires=fields.need("requires", dict_of(text())),
         numerics=fields.need("numerics", record(_numerics)),
+        graph=fields.take("graph", record(_graph), None),
+        estimate=fields.take("estimate", record(_estimate), None),
     )
     for output, source in part.inplace:
         if output >= len(part.outputs) or source >= len(part.inputs):

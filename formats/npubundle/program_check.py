@@ -8,10 +8,10 @@ from npubundle.errors import FormatError
 from npubundle.fields import Problems
 from npubundle.liveness import lives
 from npubundle.part import Part, Port
-from npubundle.program import Buffer, Call, Operand, Program, Repeat
+from npubundle.program import SPACES, WAYS, Buffer, Call, Move, Operand, Program, Repeat, Space
 from npubundle.tensor import TensorType
 
-#: Roles that a call may write.
+#: Roles that an instruction may write.
 _WRITABLE = {"param", "grad", "moment", "activation", "output"}
 _COUNTER = TensorType("i32", ())
 
@@ -20,7 +20,8 @@ def check(program: Program, parts: Mapping[str, Part], *, where: str | None = No
     """Raise FormatError, with every problem, unless the program is well formed.
 
     That is: all names resolve, types fit, views stay inside, nothing is read before it is written or while it is
-    written over (unless the part allows it), and arena offsets keep living activations apart.
+    written over (unless the part allows it), host and device touch what lies in their own memory only, and arena
+    offsets keep living activations apart.
     """
     problems = Problems()
     for buffer in program.buffers.values():
@@ -44,6 +45,10 @@ def _check_buffer(program: Program, buffer: Buffer, problems: Problems) -> None:
             problems.add(buffer.name, f"does not lie inside {base.name}, which is {base.type}")
         elif base.role != buffer.role or buffer.role == "activation":
             problems.add(buffer.name, f"has role {buffer.role}, but is a view of {base.name} with role {base.role}")
+        elif base.space != buffer.space:
+            problems.add(
+                buffer.name, f"lies in the {buffer.space}'s memory, but is a view of {base.name}, which does not"
+            )
     elif buffer.role == "weight" and buffer.source is None:
         problems.add(buffer.name, "is a weight without a source")
     if buffer.source is not None and buffer.source.tensor not in program.checkpoint:
@@ -63,18 +68,19 @@ def _check_chains(program: Program, problems: Problems) -> None:
         kinds = {program.buffers[name].type for name in chain if name in program.buffers}
         if len(kinds) > 1:
             problems.add(where, f"joins buffers of different types: {', '.join(sorted(map(str, kinds)))}")
+        if len({program.buffers[name].space for name in chain if name in program.buffers}) > 1:
+            problems.add(where, "joins buffers of both memory spaces")
 
 
 def _check_phase(program: Program, phase: str, parts: Mapping[str, Part], problems: Problems) -> None:
+    _check_order(program, phase, problems)
     written: set[str] = set()
-    for index, instruction in enumerate(program.phases[phase]):
-        if isinstance(instruction, Repeat):
-            counter = program.buffers.get(instruction.count)
-            if counter is None or counter.role != "scalar" or counter.type != _COUNTER:
-                problems.add(f"{phase}[{index}]", f"counts with {instruction.count}, which is not a scalar {_COUNTER}")
-        elif any(earlier >= index for earlier in instruction.after):
-            problems.add(f"{phase}[{index}]", "waits for itself or a later instruction")
+    apart = program.uses("host")
     for index, (call, repeat) in enumerate(_flat(program, phase)):
+        if isinstance(call, Move):
+            _check_move(program, call, written, f"{phase}[{index}] move", problems)
+            written.add(call.target)
+            continue
         where = f"{phase}[{index}] {call.part}"
         part = parts.get(call.part)
         if part is None:
@@ -82,12 +88,51 @@ def _check_phase(program: Program, phase: str, parts: Mapping[str, Part], proble
             continue
         for what, operands, ports in (("argument", call.args, part.inputs), ("result", call.results, part.outputs)):
             _check_types(program, what, operands, ports, repeat, where, problems)
+        if apart or call.queue == "host":
+            _check_spaces(program, call, where, problems)
         _check_reads(program, call, written, where, problems)
         _check_writes(program, call, part, where, problems)
         written.update(operand.buffer for operand in call.results)
 
 
-def _flat(program: Program, phase: str) -> Iterator[tuple[Call, Repeat | None]]:
+def _check_order(program: Program, phase: str, problems: Problems) -> None:
+    for index, instruction in enumerate(program.phases[phase]):
+        if isinstance(instruction, Repeat):
+            counter = program.buffers.get(instruction.count)
+            if counter is None or counter.role != "scalar" or counter.type != _COUNTER:
+                problems.add(f"{phase}[{index}]", f"counts with {instruction.count}, which is not a scalar {_COUNTER}")
+            if {call.queue for call in instruction.body} not in ({"compute"}, {"host"}, set()):
+                problems.add(f"{phase}[{index}]", "repeats calls that are neither all on compute nor all on host")
+        elif any(earlier >= index for earlier in instruction.after):
+            problems.add(f"{phase}[{index}]", "waits for itself or a later instruction")
+
+
+def _check_move(program: Program, move: Move, written: set[str], where: str, problems: Problems) -> None:
+    ends = (program.buffers.get(move.source), program.buffers.get(move.target))
+    for name, buffer, space in zip((move.source, move.target), ends, WAYS[move.queue], strict=True):
+        if buffer is None:
+            problems.add(where, f"names {name}, which is not a buffer")
+        elif buffer.space != space:
+            problems.add(where, f"is on {move.queue}, but {name} lies in the {buffer.space}'s memory")
+    source, target = ends
+    if source is not None and source.role == "activation" and source.name not in written:
+        problems.add(where, f"reads {source.name} before anything wrote it")
+    if target is not None and target.role not in _WRITABLE:
+        problems.add(where, f"writes {target.name}, whose role is {target.role}")
+    if source is not None and target is not None and source.type != target.type:
+        problems.add(where, f"copies {source.name}, which is {source.type}, to {target.name}, which is {target.type}")
+
+
+def _check_spaces(program: Program, call: Call, where: str, problems: Problems) -> None:
+    """Nobody computes in another's memory."""
+    own = "host" if call.queue == "host" else "device"
+    for operand in (*call.args, *call.results):
+        buffer = program.buffers.get(operand.buffer)
+        if buffer is not None and buffer.space != own:
+            problems.add(where, f"runs on {call.queue}, but {operand} lies in the {buffer.space}'s memory")
+
+
+def _flat(program: Program, phase: str) -> Iterator[tuple[Call | Move, Repeat | None]]:
     for instruction in program.phases[phase]:
         if isinstance(instruction, Repeat):
             yield from ((call, instruction) for call in instruction.body)
@@ -160,8 +205,13 @@ def _overlap(program: Program, buffer: Buffer, operand: Operand) -> bool:
 
 
 def _check_arena(program: Program, phase: str, problems: Problems) -> None:
-    alive = lives(program, phase)
-    size = program.arena.get(phase, 0)
+    for space in SPACES:
+        _check_arena_of(program, phase, space, problems)
+
+
+def _check_arena_of(program: Program, phase: str, space: Space, problems: Problems) -> None:
+    alive = lives(program, phase, space)
+    size = program.arenas(space).get(phase, 0)
     placed = sorted(
         ((life.buffer.arena_offset, life) for life in alive if life.buffer.arena_offset is not None), key=lambda x: x[0]
     )

@@ -13,16 +13,21 @@ from npubundle.program import (
     INITS,
     QUEUES,
     ROLES,
+    SPACES,
+    WAYS,
     Buffer,
     Call,
     Init,
     Instruction,
+    Move,
+    MoveQueue,
     Operand,
     Program,
     Queue,
     Repeat,
     Role,
     Source,
+    Space,
 )
 from npubundle.strictjson import parse_canonical
 
@@ -36,16 +41,17 @@ TRANSFORMS = {"transpose": 0, "rows": 2}
 
 
 def encode(program: Program) -> bytes:
-    """The canonical bytes of a program."""
-    return canonical.encode(
-        {
-            "buffers": [_buffer_dict(b) for b in program.buffers.values()],
-            "phases": {phase: [_instruction_dict(i) for i in body] for phase, body in program.phases.items()},
-            "chains": [list(chain) for chain in program.chains],
-            "arena": dict(program.arena),
-            "checkpoint": {name: list(shape) for name, shape in program.checkpoint.items()},
-        }
-    )
+    """The canonical bytes of a program. What a program in one memory does not need is not written."""
+    document: dict[str, Any] = {
+        "buffers": [_buffer_dict(b) for b in program.buffers.values()],
+        "phases": {phase: [_instruction_dict(i) for i in body] for phase, body in program.phases.items()},
+        "chains": [list(chain) for chain in program.chains],
+        "arena": dict(program.arena),
+        "checkpoint": {name: list(shape) for name, shape in program.checkpoint.items()},
+    }
+    if program.host_arena:
+        document["host_arena"] = dict(program.host_arena)
+    return canonical.encode(document)
 
 
 def decode(raw: bytes, *, where: str | None = None) -> Program:
@@ -72,6 +78,8 @@ def _buffer_dict(b: Buffer) -> dict[str, Any]:
         entry["arena_offset"] = b.arena_offset
     if b.value is not None:
         entry["value"] = b.value
+    if b.space == "host":
+        entry["space"] = b.space
     return entry
 
 
@@ -79,6 +87,8 @@ def _instruction_dict(instruction: Instruction) -> dict[str, Any]:
     if isinstance(instruction, Repeat):
         body = [_instruction_dict(call) for call in instruction.body]
         return {"repeat": instruction.count, "limit": instruction.limit, "body": body}
+    if isinstance(instruction, Move):
+        return _move_dict(instruction)
     entry: dict[str, Any] = {
         "call": instruction.part,
         "args": [str(o) for o in instruction.args],
@@ -88,6 +98,15 @@ def _instruction_dict(instruction: Instruction) -> dict[str, Any]:
     }
     if instruction.layer is not None:
         entry["layer"] = instruction.layer
+    return entry
+
+
+def _move_dict(move: Move) -> dict[str, Any]:
+    entry: dict[str, Any] = {"move": move.source, "to": move.target, "queue": move.queue}
+    if move.after:
+        entry["after"] = list(move.after)
+    if move.layer is not None:
+        entry["layer"] = move.layer
     return entry
 
 
@@ -120,6 +139,7 @@ def _view(fields: Fields) -> tuple[str, int]:
 def _buffer(fields: Fields) -> Buffer:
     view = fields.take("view", record(_view), None)
     role: Role = fields.need("role", _one_of(ROLES))
+    space: Space = fields.take("space", _one_of(SPACES), "device")
     return Buffer(
         name=fields.need("name", _NAME),
         type=fields.need("type", tensor_type()),
@@ -131,6 +151,7 @@ def _buffer(fields: Fields) -> Buffer:
         init=fields.take("init", record(_init), None),
         arena_offset=fields.take("arena_offset", integer(0), None),
         value=fields.take("value", integer(-(2**31), 2**31 - 1), None),
+        space=space,
     )
 
 
@@ -150,7 +171,20 @@ def _call(fields: Fields) -> Call:
     )
 
 
+def _move(fields: Fields) -> Move:
+    queue: MoveQueue = fields.need("queue", _one_of(tuple(WAYS)))
+    return Move(
+        source=fields.need("move", _NAME),
+        target=fields.need("to", _NAME),
+        queue=queue,
+        after=fields.take("after", list_of(integer(0)), ()),
+        layer=fields.take("layer", integer(0), None),
+    )
+
+
 def _instruction(fields: Fields) -> Instruction:
+    if "move" in fields:
+        return _move(fields)
     if "repeat" not in fields:
         return _call(fields)
     count = fields.need("repeat", _NAME)
@@ -167,4 +201,5 @@ def _program(fields: Fields) -> Program:
         chains=fields.need("chains", list_of(list_of(_NAME, minimum=2))),
         arena=fields.need("arena", dict_of(integer(0))),
         checkpoint=fields.need("checkpoint", dict_of(list_of(integer(0), maximum=8))),
+        host_arena=fields.take("host_arena", dict_of(integer(0)), {}),
     )

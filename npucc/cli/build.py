@@ -41,6 +41,14 @@ def build(
     dump: Annotated[
         Path | None, typer.Option("--dump", metavar="DIR", help="Write every stage as text and ONNX.")
     ] = None,
+    fusion: o.FusionOption = None,
+    max_mm: o.MaxProductsOption = None,
+    tactic: o.TacticOption = None,
+    max_shapes: o.MaxShapesOption = None,
+    jobs: o.JobsOption = 1,
+    graphs: Annotated[
+        bool, typer.Option("--graphs/--no-graphs", help="rngd: keep the graphs that rngd-sim and checks run.")
+    ] = True,
     cache_dir: o.CacheOption = None,
     progress: o.ProgressOption = o.Style.AUTO,
     as_json: o.JsonOption = False,
@@ -71,28 +79,36 @@ def build(
         show.note(
             "warning: without --key the bundle is unsigned, and a device host refuses it under the default policy"
         )
-    chosen = find(wanted.target)
-    result = builder.build(
-        read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys),
-        wanted.recipe,
-        chosen,
-        o.cache(cache_dir),
-        show,
-        name=wanted.name,
-        signer=signer,
-        on_lowered=partial(write_dump, dump) if dump else None,
-    )
+    chosen = find(wanted.target, o.target_options(fusion, jobs, max_mm, tactic, max_shapes))
+    try:
+        result = builder.build(
+            read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys),
+            wanted.recipe,
+            chosen,
+            o.cache(cache_dir),
+            show,
+            name=wanted.name,
+            signer=signer,
+            graphs=graphs,
+            on_lowered=partial(write_dump, dump) if dump else None,
+        )
+    finally:
+        chosen.close()
     path = output or Path(f"{result.config.name}.npub")
     container.write(path, result.content)
     total = result.compiled + result.cached
     seconds = time.monotonic() - started
     show.note(f"{total}/{total} parts, {100 * result.cached // total} % cached, {seconds:.1f}s")
     digest = result.content.manifest_digest
+    found = result.estimate.to_dict() if result.estimate else None
+    for line in o.estimate_lines(found):
+        show.note(line)
     if as_json:
         document = {
             "bundle": str(path), "digest": digest, "name": result.config.name, "signed": signer is not None,
             "parts": total, "compiled": result.compiled, "cached": result.cached,
             "memory_peak": result.config.memory.peak, "seconds": round(seconds, 3),
+            "estimate": found,
         }  # fmt: skip
         typer.echo(json.dumps(document))
     else:

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from npubundle import program_json
 from npubundle.config import BundleConfig
 from npubundle.container import Container, open_container
+from npubundle.estimate import estimate
 from npubundle.statement import NUMERICS
 from npubundle.trust import TrustPolicy
 from npucc.cli import options as o
@@ -51,9 +53,18 @@ def describe(opened: Container) -> dict[str, Any]:
             "peak": config.memory.peak,
             "saved_layers": config.memory.saved_layers,
         },
+        "estimate": _estimate(opened, config),
         "programs": dict(config.programs),
         "parts": [part.to_dict() | {"measured": measured.get(part.name)} for part in config.parts],
     }
+
+
+def _estimate(opened: Container, config: BundleConfig) -> dict[str, Any] | None:
+    """Of a device's bundle, what the vendor's cost model says of a step."""
+    program = program_json.decode(opened.blobs[config.programs["train"]].read(), where="program train")
+    parts = {part.name: part for part in config.parts}
+    found = estimate(program, parts, config.target.options, config.recipe.seq_len)
+    return None if found is None else found.to_dict()
 
 
 def as_text(document: dict[str, Any]) -> str:
@@ -72,6 +83,7 @@ def as_text(document: dict[str, Any]) -> str:
             f"targets {','.join(recipe['targets'])}, {recipe['seq_len']} tokens, activations {recipe['activations']}"
         ),
         f"memory     {o.show_size(document['memory']['peak'])}",
+        *o.estimate_lines(document["estimate"]),
         "",
     ]
     width = max(len(part["name"]) for part in document["parts"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -22,6 +23,7 @@ from npucc.errors import UsageError
 
 if TYPE_CHECKING:  # it brings NumPy, which `--help` does not need
     from npucc.cache import Cache
+    from npucc.targets import TargetOptions
 
 #: `npucc.cache` reads it as well.
 CACHE_VARIABLE = "NPUCC_CACHE"
@@ -76,6 +78,23 @@ IgnoreOption = Annotated[
     typer.Option(
         "--ignore-config-key", metavar="KEY", help="Key of config.json known to change nothing; may be given again."
     ),
+]
+FusionOption = Annotated[
+    int | None,
+    typer.Option("--fusion", metavar="N", help="rngd: processing elements per program, 1, 2, 4 or 8.  [default: 8]"),
+]
+JobsOption = Annotated[int, typer.Option("-j", "--jobs", metavar="N", min=1, help="rngd: parts compiled at once.")]
+MaxProductsOption = Annotated[
+    int | None,
+    typer.Option("--max-mm", metavar="N", min=1, help="rngd: products with weights per part at most.  [default: 3]"),
+]
+TacticOption = Annotated[
+    str | None,
+    typer.Option("--tactic", metavar="HINT", help="rngd: tactic hint.  [default: ForLlmModelComputeBound]"),
+]
+MaxShapesOption = Annotated[
+    int | None,
+    typer.Option("--max-shapes", metavar="N", min=1, help="rngd: tensor layouts tried; few compile sooner."),
 ]
 CacheOption = Annotated[
     Path | None,
@@ -230,6 +249,33 @@ def parse_size(size: str) -> int:
 def show_size(size: int) -> str:
     """A size for people."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def estimate_lines(found: Mapping[str, Any] | None) -> list[str]:
+    """What a vendor's cost model says of a step, for people; nothing where it says nothing."""
+    if found is None:
+        return []
+    cycles = ", ".join(f"{name} {phase['cycles']:,}" for name, phase in found["phases"].items())
+    launches = found["phases"]["micro_step"]["launches"]
+    energy = found["energy_upper_bound_j"]
+    return [
+        (
+            f"estimate   {1000 * found['seconds']:.2f} ms per step, {found['tokens_per_s']:,.0f} tokens/s, "
+            f"{launches} launches per micro-step" + ("" if energy is None else f", at most {energy:.3g} J")
+        ),
+        f"           cycles at {found['clock_mhz']:g} MHz: {cycles}",
+        f"           device memory {show_size(found['device_memory'])}",
+        f"           ({found['label']})",
+    ]
+
+
+def target_options(
+    fusion: int | None, jobs: int, max_products: int | None, tactic: str | None, max_shapes: int | None
+) -> TargetOptions:
+    """What a target is told, from flags."""
+    from npucc.targets import TargetOptions
+
+    return TargetOptions(fusion, jobs, max_products, tactic, max_shapes)
 
 
 def cache(folder: Path | None) -> Cache:

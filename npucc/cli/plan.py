@@ -23,6 +23,10 @@ def plan(
     memory_budget: o.BudgetOption = None,
     logits: o.LogitsOption = False,
     ignore_config_key: o.IgnoreOption = None,
+    fusion: o.FusionOption = None,
+    max_mm: o.MaxProductsOption = None,
+    tactic: o.TacticOption = None,
+    max_shapes: o.MaxShapesOption = None,
     cache_dir: o.CacheOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -38,25 +42,34 @@ def plan(
     from npucc.models.config_reader import read_model
     from npucc.targets import find
 
-    chosen = find(wanted.target)
-    lowered = builder.lower(
-        read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys), wanted.recipe, chosen
-    )
-    document = describe(lowered, o.cache(cache_dir), wanted.recipe.memory_budget or chosen.MEMORY)
+    chosen = find(wanted.target, o.target_options(fusion, 1, max_mm, tactic, max_shapes))
+    try:
+        lowered = builder.lower(
+            read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys), wanted.recipe, chosen
+        )
+        document = describe(lowered, o.cache(cache_dir), wanted.recipe.memory_budget or chosen.MEMORY)
+    finally:
+        chosen.close()
     typer.echo(json.dumps(document, indent=2) if as_json else as_text(document))
 
 
 def describe(lowered: Any, cache: Any, budget: int) -> dict[str, Any]:
     """The plan as plain values."""
+    from npucc.build import estimated, part_of
+
     calls = dict.fromkeys(lowered.identities, 0)
     for program in lowered.programs.values():
         for phase in program.phases:
             for call in program.calls(phase):
                 calls[call.part] += 1
     parts = []
+    known = {}
     for spec in lowered.specs:
         identity = lowered.identities[spec.name]
-        cached = cache.get(identity) is not None
+        entry = cache.get(identity)
+        cached = entry is not None
+        if entry is not None:
+            known[spec.name] = part_of(spec, lowered, entry)
         parts.append(
             {
                 "name": spec.name,
@@ -68,10 +81,12 @@ def describe(lowered: Any, cache: Any, budget: int) -> dict[str, Any]:
             }
         )
     memory = lowered.memory
+    found = estimated(lowered, known)
     return {
         "target": lowered.target.NAME,
         "parts": parts,
         "cached": sum(part["cached"] for part in parts),
+        "estimate": None if found is None else found.to_dict(),
         "memory": {
             "weights": memory.weights,
             "state": memory.state,
@@ -105,6 +120,7 @@ def as_text(document: dict[str, Any]) -> str:
         ),
         f"  {memory['saved_layers']} of {memory['layers']} layers keep their activations, the others recompute them",
     ]
+    lines += o.estimate_lines(document["estimate"])
     if not memory["fits"]:
         lines.append(f"  warning: more than the budget of {o.show_size(memory['budget'])}")
     return "\n".join(lines)

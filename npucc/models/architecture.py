@@ -9,7 +9,8 @@ import torch
 
 from npubundle.model_config import ModelConfig
 
-#: `linear(target, x)`: the projection named `target` applied to x, with its LoRA branch if it has one.
+#: `linear(target, x)`: the projection named `target` applied to x, with its LoRA branch if it has one. It computes in
+#: the dtype of the weights and returns it; whatever is added up or normalised is cast to the dtype of the residual.
 Linear = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -20,13 +21,15 @@ class Tables:
     `cos` and `sin` are (S, head_dim); the first half of `sin` is negated, so that rotating by half a head is
     `x * cos + roll(x, head_dim / 2) * sin`. `mask` is (S, S), 0 where the row may look at the column, else a large
     negative number; above the diagonal it is always the latter, and attention need not look there. `query_rows` is the
-    target's wish how many rows attention computes at a time.
+    target's wish how many rows attention computes at a time. `swap` (head_dim, head_dim), where a target wants it,
+    exchanges the halves of a head by a product: such targets shuffle elements slowly.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     mask: torch.Tensor
     query_rows: int
+    swap: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

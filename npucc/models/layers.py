@@ -17,8 +17,8 @@ MAX_BLOCKS = 8
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019)."""
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+    """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019), in the dtype of x."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -45,9 +45,48 @@ class _Silu(torch.autograd.Function):
         return d * (s + x * s * (1 - s))
 
 
-def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
+def rotate(x: torch.Tensor, tables: Tables, scale: float = 1.0) -> torch.Tensor:
     """Rotary position embedding on (…, S, D): `roll` by half a head swaps its halves, the sign is in the sine table."""
-    return x * tables.cos + torch.roll(x, x.shape[-1] // 2, -1) * tables.sin
+    rotated = x * tables.cos + torch.roll(x, x.shape[-1] // 2, -1) * tables.sin
+    return rotated if scale == 1.0 else rotated * scale
+
+
+def rotate_rows(x: torch.Tensor, tables: Tables, scale: float = 1.0) -> torch.Tensor:
+    """The same on (S, …, D), with halves swapped by a product with `tables.swap`: exact, each sum has one term."""
+    if tables.swap is None:
+        raise ValueError("these tables have no swap")
+    cos, sin = tables.cos[:, None], tables.sin[:, None]  # (S, 1, D)
+    rows = x.reshape(x.shape[0], -1, x.shape[-1])
+    found: torch.Tensor = _RotateRows.apply(rows, cos, sin, tables.swap, scale)  # type: ignore[no-untyped-call]
+    return found.view(x.shape)
+
+
+class _RotateRows(torch.autograd.Function):
+    """The gradient is a rotation by the opposite angle, computed in the same form."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, swap: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        x, swapped = _with_halves_swapped(x, swap)
+        rotated = x.to(cos.dtype) * cos + swapped.to(cos.dtype) * sin
+        return (rotated if scale == 1.0 else rotated * scale).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: torch.Tensor) -> None:
+        _, cos, sin, swap, ctx.scale = inputs
+        ctx.save_for_backward(cos, sin, swap)
+
+    @staticmethod
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin, swap = ctx.saved_tensors
+        d, swapped = _with_halves_swapped(d, swap)
+        rotated = d.to(cos.dtype) * cos - swapped.to(cos.dtype) * sin
+        return (rotated if ctx.scale == 1.0 else rotated * ctx.scale).to(d.dtype), None, None, None, None
+
+
+def _with_halves_swapped(x: torch.Tensor, swap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x, (x.reshape(-1, x.shape[-1]) @ swap.to(x.dtype)).view(x.shape)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables) -> torch.Tensor:
@@ -81,7 +120,8 @@ class _Attention(torch.autograd.Function):
 
     The queries of a group are stacked into the rows of one product, so that keys and values are never repeated in
     memory. The gradient is that of FlashAttention (Dao et al. 2022): the row sums of the softmax's gradient come from
-    the narrow results instead of the wide probabilities.
+    the narrow results instead of the wide probabilities. Products are in the dtype of q, k and v, softmax in the
+    mask's.
     """
 
     @staticmethod
@@ -90,9 +130,9 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shared, group, rows, D = q.shape
         scores = torch.bmm(q.reshape(shared, group * rows, D), k.transpose(1, 2))  # (shared, group * rows, n)
-        scores = (scores.view(shared, group, rows, -1) + mask).view(shared, group * rows, -1)
+        scores = (scores.to(mask.dtype).view(shared, group, rows, -1) + mask).view(shared, group * rows, -1)
         probabilities = torch.softmax(scores, dim=-1)
-        return torch.bmm(probabilities, v).view(shared, group, rows, D), probabilities
+        return torch.bmm(probabilities.to(v.dtype), v).view(shared, group, rows, D), probabilities
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -108,11 +148,12 @@ class _Attention(torch.autograd.Function):
         q, k, v, mixed, p = ctx.saved_tensors
         shared, group, rows, D = q.shape
         d = d_mixed.reshape(shared, group * rows, D)
-        sums = (d * mixed.reshape(shared, group * rows, D)).sum(-1, keepdim=True)
-        d_scores = p * (torch.bmm(d, v.transpose(1, 2)) - sums)  # (shared, group * rows, n)
+        mixed = mixed.reshape(shared, group * rows, D)
+        sums = (d.to(p.dtype) * mixed.to(p.dtype)).sum(-1, keepdim=True)
+        d_scores = (p * (torch.bmm(d, v.transpose(1, 2)).to(p.dtype) - sums)).to(q.dtype)  # (shared, group * rows, n)
         d_q = torch.bmm(d_scores, k).view(shared, group, rows, D)
         d_k = torch.bmm(d_scores.transpose(1, 2), q.reshape(shared, group * rows, D))
-        return d_q, d_k, torch.bmm(p.transpose(1, 2), d), None
+        return d_q, d_k, torch.bmm(p.to(d.dtype).transpose(1, 2), d), None
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> npt.NDArray[np.float32]:

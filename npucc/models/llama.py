@@ -11,7 +11,7 @@ import torch
 
 from npubundle.model_config import ModelConfig
 from npucc.models.architecture import Architecture, LayerTensor, Linear, Tables
-from npucc.models.layers import causal_attention, rms_norm, rotate, silu
+from npucc.models.layers import causal_attention, rms_norm, rotate, rotate_rows, silu
 
 
 def layer_tensors(config: ModelConfig) -> tuple[LayerTensor, ...]:
@@ -40,9 +40,10 @@ def layer(
 ) -> torch.Tensor:
     """One decoder layer: (S, hidden) -> (S, hidden)."""
     h = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
-    x = x + linear("o", attention(config, h, linear, tables))
+    x = x + linear("o", attention(config, h, linear, tables)).to(x.dtype)
     h = rms_norm(x, weights["post_norm"], config.rms_norm_eps)
-    return x + linear("down", silu(linear("gate", h)) * linear("up", h))
+    gated = silu(linear("gate", h).to(x.dtype)) * linear("up", h).to(x.dtype)
+    return x + linear("down", gated).to(x.dtype)
 
 
 def attention(config: ModelConfig, h: torch.Tensor, linear: Linear, tables: Tables) -> torch.Tensor:
@@ -50,11 +51,17 @@ def attention(config: ModelConfig, h: torch.Tensor, linear: Linear, tables: Tabl
     S = h.shape[0]
     D, shared = config.head_dim, config.num_key_value_heads
     group = config.num_attention_heads // shared
-    q = linear("q", h).view(S, shared, group, D).permute(1, 2, 0, 3)  # (shared, group, S, D)
-    k = linear("k", h).view(S, shared, D).permute(1, 0, 2)  # (shared, S, D)
+    q = linear("q", h).view(S, shared, group, D)
+    k = linear("k", h).view(S, shared, D)
     v = linear("v", h).view(S, shared, D).permute(1, 0, 2)  # (shared, S, D)
     # Scaling the queries costs S·D products per head, scaling the scores S·S.
-    mixed = causal_attention(rotate(q, tables) * D**-0.5, rotate(k, tables), v, tables)
+    if tables.swap is None:
+        q = rotate(q.permute(1, 2, 0, 3), tables, D**-0.5)  # (shared, group, S, D)
+        k = rotate(k.permute(1, 0, 2), tables)  # (shared, S, D)
+    else:
+        q = rotate_rows(q, tables, D**-0.5).permute(1, 2, 0, 3)
+        k = rotate_rows(k, tables).permute(1, 0, 2)
+    mixed = causal_attention(q, k, v, tables)
     return mixed.permute(2, 0, 1, 3).reshape(S, shared * group * D)
 
 

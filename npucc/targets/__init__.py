@@ -1,5 +1,5 @@
 """What parts are compiled for: one module per target, found by name with `find`."""
 
-from npucc.targets.target import CutPolicy, Target, find
+from npucc.targets.target import CompiledPart, CutPolicy, Target, TargetOptions, find
 
-__all__ = ["CutPolicy", "Target", "find"]
+__all__ = ["CompiledPart", "CutPolicy", "Target", "TargetOptions", "find"]

@@ -34,6 +34,14 @@ _ELEMENT = {
     "bool": TensorProto.BOOL,
 }
 _NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
+#: Operators that only move or convert elements: these take bf16, which ONNX Runtime's CPU kernels do not compute with.
+_MOVING = {
+    "aten._to_copy.default",
+    "aten.index_select.default",
+    "aten.permute.default",
+    "aten.slice.Tensor",
+    "aten.view.default",
+}
 #: Rank of a dtype when two meet in one operator, as in PyTorch's promotion.
 _WIDTH = {"bool": 0, "i32": 1, "i64": 2, "f16": 3, "f32": 4}
 
@@ -72,7 +80,8 @@ _REDUCTIONS = {
 def lower(graph: Graph) -> bytes:
     """The serialized ONNX model of `graph`. Raises UnsupportedOperatorError naming every operator it cannot express."""
     unknown = sorted({node.op for node in graph.nodes if node.op not in _HANDLERS})
-    unknown += sorted({f"dtype {kind.dtype}" for kind in graph.types.values() if kind.dtype not in _NUMPY})
+    computed = [node.type for node in graph.nodes if node.op not in _MOVING]
+    unknown += sorted({f"arithmetic in {kind.dtype}" for kind in computed if kind.dtype not in _NUMPY})
     if unknown:
         raise UnsupportedOperatorError(
             f"ONNX lowering does not know {', '.join(unknown)}",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol, cast
 
 import numpy.typing as npt
 
+from npubundle.part import Estimate
 from npucc.errors import UsageError
 from npucc.graph import Graph
 
@@ -22,22 +22,47 @@ class CutPolicy:
     query_rows -- rows of attention computed at a time.
     repeat_products_within -- backward computes batched products over at most so many terms again, and softmax with
         them, instead of reading what forward would have had to write.
+    products -- dtype in which weights lie and products are computed. Sums, norms, LoRA matrices and all gradients
+        between layers are f32.
+    swap -- rotary embedding by a product with a matrix.
+    products_per_part -- parts of a layer hold at most so many products with weights; None for whole layers.
+    own_memory -- the target has memory of its own: what picks rows of tables runs on the host, and its results move.
     """
 
     head_rows: int
     head_slice: int
     query_rows: int
     repeat_products_within: int
+    products: str = "f32"
+    swap: bool = False
+    products_per_part: int | None = None
+    own_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPart:
+    """A part's payload; for a device, also the graph as its compiler imported it, and the compiler's estimate."""
+
+    payload: bytes
+    graph: bytes | None = None
+    estimate: Estimate | None = None
 
 
 class Target(Protocol):
-    """A module of `npucc.targets`. Compilation is a pure function of the graph, the options and the toolchain."""
+    """A module of `npucc.targets`, or an object of a class there.
+
+    Compilation is a pure function of the graph, the options and the toolchain. It is called from up to `jobs` threads.
+    """
 
     NAME: str
     MEDIA_TYPE: str
-    CUT: CutPolicy
     BOUND: float
     MEMORY: int
+    jobs: int
+
+    @property
+    def CUT(self) -> CutPolicy:  # noqa: N802 -- a constant of most targets
+        """How large things may be."""
 
     def toolchain(self) -> dict[str, str]:
         """Name and version of everything that can change the bytes."""
@@ -45,18 +70,60 @@ class Target(Protocol):
     def requirements(self) -> Mapping[str, str]:
         """What a host needs to run a part."""
 
-    def compile_part(self, graph: Graph) -> bytes:
-        """The payload of a part."""
+    def options(self, graph: Graph) -> dict[str, str]:
+        """What else than the graph and the toolchain decides the bytes of a part."""
 
-    def execute(self, payload: bytes, inputs: Mapping[str, npt.NDArray[Any]]) -> Sequence[npt.NDArray[Any]]:
-        """Run a payload on the build host."""
+    def bundle_options(self) -> dict[str, str]:
+        """What a runtime has to know of the whole bundle."""
+
+    def compile_part(self, graph: Graph) -> CompiledPart:
+        """Compile a part."""
+
+    def execute(
+        self, part: CompiledPart, graph: Graph, inputs: Mapping[str, npt.NDArray[Any]]
+    ) -> Sequence[npt.NDArray[Any]]:
+        """Run a part on the build host. What is bf16 in the graph is f32 here, rounded to bf16."""
+
+    def close(self) -> None:
+        """End what the target started."""
 
 
-def find(name: str) -> Target:
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """What a user may say of a target; a target ignores what does not concern it.
+
+    `jobs` parts are compiled at once. `max_products`, `tactic` and `max_shapes` are for compilers that search.
+    """
+
+    fusion: int | None = None
+    jobs: int = 1
+    max_products: int | None = None
+    tactic: str | None = None
+    max_shapes: int | None = None
+
+
+def find(name: str, options: TargetOptions | None = None) -> Target:
     """The target of this name. Raises UsageError that lists the known ones."""
+    options = options or TargetOptions()
+    if name not in (known := {"cpu": _cpu, "rngd": _rngd}):
+        raise UsageError(f"unknown target {name!r}", remedy=f"targets of this release: {', '.join(known)}")
+    return known[name](options)
+
+
+def _cpu(options: TargetOptions) -> Target:
     from npucc.targets import cpu
 
-    known: dict[str, ModuleType] = {cpu.NAME: cpu}
-    if name not in known:
-        raise UsageError(f"unknown target {name!r}", remedy=f"targets of this release: {', '.join(known)}")
-    return cast("Target", known[name])
+    if options.fusion is not None:
+        raise UsageError("the cpu target has no fusion", remedy="leave --fusion out")
+    return cast("Target", cpu)
+
+
+def _rngd(options: TargetOptions) -> Target:
+    from npucc.targets.rngd import FUSIONS, HINT, RngdTarget, Tactics
+
+    fusion = max(FUSIONS) if options.fusion is None else options.fusion
+    if fusion not in FUSIONS:
+        raise UsageError(f"fusion is {fusion}", remedy=f"a card's programs use {', '.join(map(str, FUSIONS))} elements")
+    return RngdTarget(
+        fusion, options.jobs, Tactics(options.tactic or HINT, options.max_shapes), options.max_products or 3
+    )

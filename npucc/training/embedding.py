@@ -9,26 +9,33 @@ import torch
 from npubundle.model_config import ModelConfig
 from npubundle.tensor import TensorType
 from npucc.graph import Graph
-from npucc.graph.capture import capture
+from npucc.graph.capture import DTYPES, capture
 from npucc.models.layers import inverse_frequencies
 from npucc.passes import simplify
+from npucc.targets import CutPolicy
 
 #: Added to scores that must not count. Bounded: the largest negative number becomes NaN on some devices, and this one
 #: fits f16.
 MASKED = -30000.0
 
 
-def embed(config: ModelConfig, seq_len: int) -> Graph:
-    """`tokens i32[S]`, `table f32[V,H]` -> `x f32[S,H]`."""
+def embed(config: ModelConfig, seq_len: int, cut: CutPolicy) -> Graph:
+    """`tokens i32[S]`, `table [V,H]` -> `x f32[S,H]`."""
     inputs = {
         "tokens": TensorType("i32", (seq_len,)),
-        "table": TensorType("f32", (config.vocab_size, config.hidden_size)),
+        "table": TensorType(cut.products, (config.vocab_size, config.hidden_size)),
     }
-    return simplify(capture("embed", lambda tokens, table: [table.index_select(0, tokens)], inputs, ["x"]))
+
+    def function(tokens: torch.Tensor, table: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [table.index_select(0, tokens).to(torch.float32)]
+
+    return simplify(capture("embed", function, inputs, ["x"]))
 
 
-def tables(config: ModelConfig, seq_len: int) -> Graph:
-    """`positions i32[S]`, `segments i32[S]` -> `cos f32[S,D]`, `sin f32[S,D]`, `mask f32[S,S]`.
+def tables(config: ModelConfig, seq_len: int, cut: CutPolicy) -> Graph:
+    """`positions i32[S]`, `segments i32[S]` -> `cos f32[S,D]`, `sin f32[S,D]`, `mask f32[S,S]`, and `swap [D,D]`.
+
+    `swap` is only there where the target wants it: x @ swap exchanges the halves of x.
 
     A token sees itself and earlier tokens of its own segment, and with a sliding window only the nearest ones, as in
     the picture for the segments 1 1 2 2 (. is 0, x is `MASKED`):
@@ -50,9 +57,15 @@ def tables(config: ModelConfig, seq_len: int) -> Graph:
         if window is not None and window < seq_len:
             seen = seen & (positions[:, None] - positions[None, :] < window)
         mask = torch.where(seen, torch.zeros(()), torch.full((), MASKED))
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), mask
+        found = [torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), mask]
+        if cut.swap:
+            axis = torch.arange(config.head_dim)
+            opposite = torch.cat([axis[config.head_dim // 2 :], axis[: config.head_dim // 2]])
+            found.append((axis[:, None] == opposite[None, :]).to(DTYPES[cut.products]))
+        return found
 
     indices = TensorType("i32", (seq_len,))
     inputs = {"positions": indices, "segments": indices}
     constants = {"speeds": inverse_frequencies(config.rope_parameters, config.head_dim)}
-    return simplify(capture("tables", function, inputs, ["cos", "sin", "mask"], constants))
+    outputs = ["cos", "sin", "mask", *(["swap"] if cut.swap else [])]
+    return simplify(capture("tables", function, inputs, outputs, constants))

@@ -13,6 +13,7 @@ from npucc.graph import Graph
 from npucc.graph.capture import capture
 from npucc.models import Architecture, LayerTensor, Tables
 from npucc.models.config_reader import Model
+from npucc.targets import CutPolicy
 from npucc.training.differentiate import vjp
 
 
@@ -56,10 +57,11 @@ def gradient_name(matrix: str) -> str:
     return f"d_{matrix}"
 
 
-def joint(model: Model, recipe: Recipe, *, query_rows: int) -> Graph:
+def joint(model: Model, recipe: Recipe, cut: CutPolicy) -> Graph:
     """`x`, weights, LoRA matrices, `cos`, `sin`, `mask`, `dy` -> `y`, `dx`, and the gradient of every LoRA matrix.
 
-    Differentiates with respect to x and the LoRA matrices alone: frozen weights cause no gradient work.
+    Differentiates with respect to x and the LoRA matrices alone: frozen weights cause no gradient work. Frozen weights
+    have the dtype in which the target multiplies; x, LoRA matrices and their gradients are f32 everywhere.
     """
     config, architecture = model.config, model.architecture
     tensors = architecture.layer_tensors(config)
@@ -67,11 +69,12 @@ def joint(model: Model, recipe: Recipe, *, query_rows: int) -> Graph:
     S, H, D = recipe.seq_len, config.hidden_size, config.head_dim
     inputs = {
         "x": TensorType("f32", (S, H)),
-        **{t.name: TensorType("f32", t.shape) for t in tensors},
+        **{t.name: TensorType(cut.products, t.shape) for t in tensors},
         **dict(matrices),
         "cos": TensorType("f32", (S, D)),
         "sin": TensorType("f32", (S, D)),
         "mask": TensorType("f32", (S, S)),
+        **({"swap": TensorType(cut.products, (D, D))} if cut.swap else {}),
         "dy": TensorType("f32", (S, H)),
     }
 
@@ -81,7 +84,7 @@ def joint(model: Model, recipe: Recipe, *, query_rows: int) -> Graph:
 
         def forward(*chosen: torch.Tensor) -> torch.Tensor:
             values = named | dict(zip(trained, chosen, strict=True))
-            return run_layer(architecture, model, recipe, values, tensors, query_rows)
+            return run_layer(architecture, model, recipe, values, tensors, cut.query_rows)
 
         y, pull_back = vjp(forward, *(named[name] for name in trained))
         return [y, *pull_back(named["dy"])]
@@ -101,13 +104,16 @@ def run_layer(
     """The layer of the architecture, with `x @ Wᵀ + scaling · (x @ Aᵀ) @ Bᵀ` as its linear modules."""
 
     def linear(target: str, x: torch.Tensor) -> torch.Tensor:
-        y = x @ values[target].t()
+        weight = values[target]
+        x = x.to(weight.dtype)
+        y = x @ weight.t()
         if f"{target}.lora_A" not in values:
             return y
+        down, up = (values[f"{target}.lora_{half}"].to(weight.dtype) for half in "AB")
         # Scaling the narrow product costs S·rank multiplications, scaling the wide one S·out, forward and backward.
-        narrow = (x @ values[f"{target}.lora_A"].t()) * recipe.scaling  # (S, rank)
-        return y + narrow @ values[f"{target}.lora_B"].t()
+        narrow = (x @ down.t()) * recipe.scaling  # (S, rank)
+        return y + narrow @ up.t()
 
     weights = {t.name: values[t.name] for t in tensors if t.module is None}
-    tables = Tables(values["cos"], values["sin"], values["mask"], query_rows)
+    tables = Tables(values["cos"], values["sin"], values["mask"], query_rows, values.get("swap"))
     return architecture.layer(model.config, values["x"], weights, linear, tables)

@@ -14,14 +14,16 @@ from npucc.passes import simplify
 _SCALAR = TensorType("f32", ())
 
 
-def accumulate(size: int) -> Graph:
+def accumulate(size: int, *, select: bool = True) -> Graph:
     """`grad`, `step`, `accumulate` -> `new_grad`: `step` alone where `accumulate` is 0, their sum otherwise.
 
-    `where`, not a product: what `grad` holds before the first micro-step must not matter, not even a NaN.
+    With `select`, what `grad` holds before the first micro-step does not matter, not even a NaN. Without, for targets
+    that cannot choose by a scalar, it has to be finite: memory starts as zero, and a run ends at the first NaN.
     """
 
     def function(grad: torch.Tensor, step: torch.Tensor, accumulate: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [torch.where(accumulate > 0, grad, torch.zeros(())) + step]
+        kept = torch.where(accumulate > 0, grad, torch.zeros(())) if select else grad * accumulate
+        return [kept + step]
 
     flat = TensorType("f32", (size,))
     return simplify(capture("accumulate", function, {"grad": flat, "step": flat, "accumulate": _SCALAR}, ["new_grad"]))

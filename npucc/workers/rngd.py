@@ -115,7 +115,7 @@ class Worker:
             raise ValueError(f"the graph gives {len(found)} outputs, {len(request['outputs'])} are expected")
         for raw, (kind, name) in zip(found, request["outputs"], strict=True):
             dtype, shape = _kind(kind)
-            tensor = raw.contiguous().view(torch.uint8).view(-1).view(dtype).view(shape)
+            tensor = raw.contiguous().view(-1).view(torch.uint8).view(dtype).view(shape)
             np.save(name, tensor.float().numpy() if dtype == torch.bfloat16 else tensor.numpy())
         return {}
 
@@ -187,7 +187,9 @@ def _run(graph: Json, inputs: Any) -> list[Any]:
                 chosen["dtype"] = dtype
             operator: Any = reduce(getattr, op.split("."), torch.ops)
             values[name] = operator(*map(value, args), **chosen)
-    return [values[name] for _, name in graph["outputs"]]
+    # An output that is a transposed view would leave the card in the order of the memory behind it, unannounced: the
+    # compiler keeps torch's strides to itself.
+    return [values[name].contiguous() for _, name in graph["outputs"]]
 
 
 def _check_interface(graph: Json, module: Any, runnable: Any) -> None:

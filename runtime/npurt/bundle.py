@@ -15,6 +15,7 @@ from npubundle.errors import FormatError
 from npubundle.part import Part
 from npubundle.program import Program
 from npubundle.trust import TrustPolicy
+from npurt.devices.device import Form
 
 
 class Bundle:
@@ -67,9 +68,17 @@ class Bundle:
             self._programs[name] = program
         return self._programs[name]
 
-    def payload(self, part: str) -> bytes:
-        """The bytes of a part. Raises `IntegrityError` if they are damaged or missing."""
-        return self._read(self.parts[part].digest)
+    def payload(self, part: str, form: Form = "payload") -> bytes:
+        """The bytes of a part: what was compiled, or the graph that it was compiled from.
+
+        Raises `IntegrityError` if they are damaged, `FormatError` if they are missing.
+        """
+        found = self.parts[part]
+        if form == "payload":
+            return self._read(found.digest)
+        if found.graph is None:
+            raise FormatError(f"the bundle has no graph of part {part}", remedy="rebuild with npucc build --graphs")
+        return self._read(found.graph.digest)
 
     def close(self) -> None:
         """Release the file; programs and parts cannot be read any more."""

@@ -15,17 +15,36 @@ from pathlib import Path
 import numpy as np
 
 from npubundle.program import Program
-from npurt.arrays import Array
+from npurt.arrays import Array, dtype_of
 from npurt.bundle import Bundle
 from npurt.errors import RuntimeFault
 from npurt.machine import Progress
 from npurt.parameters import uniform
 from npurt.session import Session
 
-#: Bounds for programs that compute in f32. Two orders of the same sums differ by about 1e-6; an error of a rewrite, by
-#: far more than this.
-MIN_COSINE = 0.9999
-MAX_RATIO_ERROR = 1e-3
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an agreement must reach: a cosine of at least, and a norm ratio and a loss within, so much."""
+
+    cosine: float
+    ratio: float
+
+
+#: For programs that compute in f32. Two orders of the same sums differ by about 1e-6; an error of a rewrite, by far
+#: more than this.
+F32 = Bounds(0.9999, 1e-3)
+#: For programs whose products are bf16. Rounding 8 bits of mantissa at every product turns a gradient by a hundredth
+#: or two; transformers in bf16 differs from itself in f32 by as much.
+BF16 = Bounds(0.999, 3e-2)
+
+
+def bounds_of(program: Program) -> Bounds:
+    """The bounds for a program's arithmetic, which its frozen weights tell."""
+    narrow = any(buffer.type.dtype == "bf16" for buffer in program.with_role("weight"))
+    return BF16 if narrow else F32
+
+
 #: Size of the random LoRA entries: large enough to be felt, small enough to leave the model's activations in charge.
 _LORA_SIZE = 0.02
 
@@ -37,11 +56,12 @@ class Agreement:
     tensor: str
     cosine: float
     norm_ratio: float
+    bounds: Bounds = F32
 
     @property
     def good(self) -> bool:
         """Whether both are within bounds. NaN is not."""
-        return self.cosine >= MIN_COSINE and abs(self.norm_ratio - 1) <= MAX_RATIO_ERROR
+        return self.cosine >= self.bounds.cosine and abs(self.norm_ratio - 1) <= self.bounds.ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +72,12 @@ class GradientReport:
     loss: float
     reference_loss: float
     tensors: tuple[Agreement, ...]
+    bounds: Bounds = F32
 
     @property
     def good(self) -> bool:
         """Whether every tensor, and the loss, agrees with the reference."""
-        same_loss = abs(self.loss - self.reference_loss) <= MAX_RATIO_ERROR * abs(self.reference_loss)
+        same_loss = abs(self.loss - self.reference_loss) <= self.bounds.ratio * abs(self.reference_loss)
         return same_loss and bool(self.tensors) and all(tensor.good for tensor in self.tensors)
 
 
@@ -95,11 +116,13 @@ def check_gradients(
             f"the bundle's two programs do not train the same tensors: {only}", remedy="rebuild the bundle"
         )
     count = float(inputs["weights"].sum())
+    bounds = bounds_of(bundle.program("train"))
     return GradientReport(
         layers or bundle.config.model.num_hidden_layers,
         loss / count,
         reference_loss / count,
-        tuple(_compare(name, gradients[name], reference[name]) for name in sorted(gradients)),
+        tuple(_compare(name, gradients[name], reference[name], bounds) for name in sorted(gradients)),
+        bounds,
     )
 
 
@@ -143,9 +166,10 @@ def _gradients(session: Session, inputs: Mapping[str, Array], seed: int) -> tupl
         session.write(name, value)
     trained = {b.name: b for b in program.with_role("param") if b.tensor}
     for name, buffer in trained.items():
-        session.write(name, uniform(buffer.tensor or name, buffer.type.shape, _LORA_SIZE, seed).astype(np.float32))
+        value = uniform(buffer.tensor or name, buffer.type.shape, _LORA_SIZE, seed)
+        session.write(name, value.astype(dtype_of(buffer.type)))
     session.run("micro_step")
-    written = {operand.buffer for call in program.calls("micro_step") for operand in call.results}
+    written = program.written("micro_step")
     gradients = {}
     for name, buffer in trained.items():
         view = "grad_step." + name.removeprefix("lora.")
@@ -154,8 +178,8 @@ def _gradients(session: Session, inputs: Mapping[str, Array], seed: int) -> tupl
     return float(session.read("loss_sum")), gradients
 
 
-def _compare(name: str, found: Array, reference: Array) -> Agreement:
+def _compare(name: str, found: Array, reference: Array, bounds: Bounds) -> Agreement:
     norm, wanted = float(np.linalg.norm(found)), float(np.linalg.norm(reference))
     if norm == 0 or wanted == 0:  # random inputs never give a gradient of zero: both programs are wrong then
-        return Agreement(name, 0.0, 0.0)
-    return Agreement(name, float(np.vdot(found, reference)) / (norm * wanted), norm / wanted)
+        return Agreement(name, 0.0, 0.0, bounds)
+    return Agreement(name, float(np.vdot(found, reference)) / (norm * wanted), norm / wanted, bounds)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from npubundle.part import Part
-from npubundle.program import Buffer, Call, Operand, Program, Source
+from npubundle.program import Buffer, Call, Operand, Program, Source, Space
 from npurt.arrays import Array, empty
-from npurt.devices.device import Device, Executable, Region
+from npurt.devices.device import Executable, Form, Region
+from npurt.spaces import Devices, space_of
 from npurt.weights import Checkpoint
 
 Job: TypeAlias = Callable[[], None]
@@ -27,10 +28,14 @@ WORKERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A part with some of its arguments made constant: what one executable is. `constants` is (index, buffer) pairs."""
+    """A part on one device with some of its arguments made constant: what one executable is.
+
+    `constants` is (index, buffer) pairs.
+    """
 
     part: str
     constants: tuple[tuple[int, str], ...]
+    space: Space = "device"
 
     def inputs(self, call: Call) -> list[Operand]:
         """The arguments of a call that are still arguments."""
@@ -45,7 +50,7 @@ def instance_of(program: Program, call: Call, *, constants: bool) -> Instance:
     head and whatever else stands outside the layers stay arguments.
     """
     if not constants or call.layer is None:
-        return Instance(call.part, ())
+        return Instance(call.part, (), space_of(call))
     return Instance(
         call.part,
         tuple(
@@ -53,24 +58,29 @@ def instance_of(program: Program, call: Call, *, constants: bool) -> Instance:
             for index, operand in enumerate(call.args)
             if not operand.indexed and program.root(operand.buffer).role == "weight"
         ),
+        space_of(call),
     )
 
 
-def memory_needed(program: Program, phases: Sequence[str], *, constants: bool) -> int:
-    """Bytes that a machine takes for these phases, without what ONNX Runtime uses for itself while a part runs."""
-    instances: set[Instance] = set()
-    inputs: set[str] = set()
+def weights_in_memory(program: Program, phases: Sequence[str], *, constants: bool) -> dict[str, Buffer]:
+    """The weights that these phases need in memory, by name: all that is not constant where it is used."""
+    names: set[str] = set()
     for phase in phases:
         for call in program.calls(phase):
-            instance = instance_of(program, call, constants=constants)
-            instances.add(instance)
-            inputs.update(program.root(operand.buffer).name for operand in instance.inputs(call))
-    weights = sum(program.buffers[name].type.nbytes for name in inputs if program.buffers[name].role == "weight")
-    packed = sum(program.buffers[name].type.nbytes for instance in instances for _, name in instance.constants)
-    state = sum(
-        b.type.nbytes for b in program.buffers.values() if b.view_of is None and b.role not in {"weight", "activation"}
-    )
-    return weights + packed + state + max((program.arena.get(phase, 0) for phase in phases), default=0)
+            names.update(operand.buffer for operand in instance_of(program, call, constants=constants).inputs(call))
+        names.update(move.source for move in program.moves(phase))
+    roots = {program.root(name).name for name in names}
+    return {name: buffer for name, buffer in program.buffers.items() if name in roots and buffer.role == "weight"}
+
+
+def memory_needed(program: Program, phases: Sequence[str], space: Space = "device", *, constants: bool) -> int:
+    """Bytes of a space that a machine takes for these phases, without what a device uses itself while a part runs."""
+    weights = weights_in_memory(program, phases, constants=constants).values()
+    instances = {instance_of(program, call, constants=constants) for phase in phases for call in program.calls(phase)}
+    packed = [program.buffers[name] for instance in instances for _, name in instance.constants]
+    state = [b for b in program.buffers.values() if b.view_of is None and b.role not in {"weight", "activation"}]
+    lasting = sum(buffer.type.nbytes for buffer in (*weights, *packed, *state) if buffer.space == space)
+    return lasting + max((program.arenas(space).get(phase, 0) for phase in phases), default=0)
 
 
 class Loader:
@@ -81,21 +91,20 @@ class Loader:
         program: Program,
         parts: Mapping[str, Part],
         weights: Checkpoint,
-        payload: Callable[[str], bytes],
-        device: Device,
+        payload: Callable[[str, Form], bytes],
+        devices: Devices,
     ) -> None:
         self._program = program
         self._parts = parts
         self._weights = weights
         self._payload = payload
-        self._device = device
+        self._devices = devices
 
     def fill(self, buffers: Sequence[tuple[Buffer, Region]]) -> Iterator[Job]:
         """Jobs that fill weight buffers, one per tensor of the checkpoint, however many buffers come from it."""
-        by_tensor: dict[str, list[tuple[Source, Region]]] = {}
+        by_tensor: dict[str, list[tuple[Buffer, Region]]] = {}
         for buffer, region in buffers:
-            source = _source(buffer)
-            by_tensor.setdefault(source.tensor, []).append((source, region))
+            by_tensor.setdefault(_source(buffer).tensor, []).append((buffer, region))
         for wanted in by_tensor.values():
             yield functools.partial(self._fill, wanted)
 
@@ -106,7 +115,8 @@ class Loader:
         groups: dict[object, list[Instance]] = {}
         for instance, layer in instances.items():
             groups.setdefault(layer if instance.constants else instance, []).append(instance)
-        payloads = {part: self._payload(part) for part in {instance.part for instance in instances}}
+        places = {(instance.part, instance.space) for instance in instances}
+        payloads = {(part, space): self._payload(part, self._devices.of(space).form) for part, space in places}
         for group in groups.values():
             yield functools.partial(self._load, group, payloads, into)
 
@@ -124,21 +134,21 @@ class Loader:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _fill(self, wanted: Sequence[tuple[Source, Region]]) -> None:
-        arrays = [(source, self._device.host(region)) for source, region in wanted]
-        targets = [
-            (source, empty(region.kind) if array is None else array)
-            for (source, array), (_, region) in zip(arrays, wanted, strict=True)
+    def _fill(self, wanted: Sequence[tuple[Buffer, Region]]) -> None:
+        devices = [self._devices.of(buffer.space) for buffer, _ in wanted]
+        known = [device.host(region) for device, (_, region) in zip(devices, wanted, strict=True)]
+        arrays = [
+            empty(region.kind) if array is None else array for array, (_, region) in zip(known, wanted, strict=True)
         ]
-        self._weights.fill_all(targets)
-        for (_, region), (_, array), (_, known) in zip(wanted, targets, arrays, strict=True):
-            if known is None:
-                self._device.upload(array, region)
+        self._weights.fill_all([(_source(buffer), array) for (buffer, _), array in zip(wanted, arrays, strict=True)])
+        for device, (_, region), array, mine in zip(devices, wanted, arrays, known, strict=True):
+            if mine is None:
+                device.upload(array, region)
 
     def _load(
         self,
         group: Sequence[Instance],
-        payloads: Mapping[str, bytes],
+        payloads: Mapping[tuple[str, Space], bytes],
         into: MutableMapping[Instance, Executable],
     ) -> None:
         roots = {self._program.root(name).name for instance in group for _, name in instance.constants}
@@ -146,7 +156,8 @@ class Loader:
         self._weights.fill_all([(_source(self._program.buffers[name]), array) for name, array in arrays.items()])
         for instance in group:
             constants = {index: self._view(arrays, name) for index, name in instance.constants}
-            into[instance] = self._device.load(self._parts[instance.part], payloads[instance.part], constants)
+            payload = payloads[instance.part, instance.space]
+            into[instance] = self._devices.of(instance.space).load(self._parts[instance.part], payload, constants)
 
     def _view(self, arrays: Mapping[str, Array], name: str) -> Array:
         buffer = self._program.buffers[name]

@@ -1,4 +1,4 @@
-"""The virtual machine: memory for a program's buffers, and its phases as lists of calls that are ready to run.
+"""The virtual machine: memory for a program's buffers, and its phases as lists of steps that are ready to run.
 
 Everything that can be decided before the first step is: a call becomes an executable whose operands have fixed
 addresses, so that a step is a loop over prepared calls. Instructions run in the order of their list, which is always
@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from npubundle.part import Part
-from npubundle.program import Buffer, Call, Operand, Program, Repeat
+from npubundle.program import SPACES, WAYS, Buffer, Call, Move, Operand, Program, Repeat, Space
 from npubundle.tensor import ITEM_SIZE, TensorType
-from npurt.arrays import ALIGNMENT, dtype_of
-from npurt.devices.device import Block, Bound, Device, Executable, Region
+from npurt.arrays import ALIGNMENT, Array, dtype_of
+from npurt.devices.device import Block, Bound, Device, Executable, Form, Region
 from npurt.errors import DataError
-from npurt.loading import Instance, Job, Loader, instance_of
+from npurt.loading import Instance, Job, Loader, instance_of, weights_in_memory
+from npurt.spaces import Devices
 from npurt.weights import Checkpoint
 
 #: Called with the number of finished and of all jobs while something loads.
@@ -28,17 +29,25 @@ _SETTLED_AFTER = 6
 
 
 class Machine:
-    """Runs the phases of one program.
+    """Runs the phases of one program, on a device and, where the program has buffers in the host's space, on `host`.
 
     With `constants`, weights that a decoder layer reads are part of its executables (and have no memory of their own
     here); otherwise one executable per part serves all layers.
     """
 
-    def __init__(self, program: Program, parts: Mapping[str, Part], device: Device, *, constants: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        parts: Mapping[str, Part],
+        device: Device,
+        *,
+        constants: bool,
+        host: Device | None = None,
+    ) -> None:
         """Allocate everything but weights, which come with the phases that need them. Raises `DeviceError`."""
         self.program = program
         self._parts = parts
-        self._device = device
+        self._devices = Devices(device, host)
         self._constants = constants
         self._places: dict[str, tuple[Block, int]] = {}
         self._executables: dict[Instance, Executable] = {}
@@ -48,35 +57,28 @@ class Machine:
         self._allocate(state)
         for buffer in state:
             if buffer.value is not None:
-                device.upload(np.array(buffer.value, dtype_of(buffer.type)), self.region(buffer.name))
-        arena = device.allocate(max(program.arena.values(), default=0))
-        for buffer in program.with_role("activation"):
-            if buffer.arena_offset is not None:
-                self._places[buffer.name] = arena, buffer.arena_offset
+                self.write(buffer.name, np.array(buffer.value, dtype_of(buffer.type)))
+        for space in SPACES:
+            self._allocate_arena(space)
 
     def prepare(
         self,
         phases: Sequence[str],
         weights: Checkpoint,
-        payload: Callable[[str], bytes],
+        payload: Callable[[str, Form], bytes],
         progress: Progress | None = None,
     ) -> None:
         """Load what these phases need and is not there yet: weights into memory, parts into the device.
 
-        `payload` gives the bytes of a part by its name.
+        `payload` gives the bytes of a part by its name, in the form that a device wants.
         """
         new = [phase for phase in phases if phase not in self._phases]
         calls = [call for phase in new for call in self.program.calls(phase)]
         instances = {call: instance_of(self.program, call, constants=self._constants) for call in calls}
-        inputs = {
-            self.program.root(operand.buffer).name: self.program.root(operand.buffer)
-            for call, instance in instances.items()
-            for operand in instance.inputs(call)
-            if self.program.root(operand.buffer).role == "weight"
-        }
-        missing = [buffer for buffer in inputs.values() if buffer.name not in self._places]
+        needed = weights_in_memory(self.program, new, constants=self._constants)
+        missing = [buffer for name, buffer in needed.items() if name not in self._places]
         self._allocate(missing)
-        loader = Loader(self.program, self._parts, weights, payload, self._device)
+        loader = Loader(self.program, self._parts, weights, payload, self._devices)
         wanted = {i: call.layer for call, i in instances.items() if i not in self._executables}
         jobs: list[Job] = [
             *loader.fill([(buffer, self.region(buffer.name)) for buffer in missing]),
@@ -89,11 +91,13 @@ class Machine:
     def run(self, phase: str) -> None:
         """Execute a prepared phase to its end. Raises `DeviceError` if a part fails."""
         if self._runs == _SETTLED_AFTER:
-            self._device.settle()
+            for device in self._devices.all():
+                device.settle()
         self._runs += 1
         for step in self._phases[phase]:
             step.run()
-        self._device.synchronize()
+        for device in self._devices.all():
+            device.synchronize()
 
     def prepared(self, phase: str) -> bool:
         """Whether a phase can run."""
@@ -112,28 +116,55 @@ class Machine:
             start += index * kind.nbytes
         return block.region(start, kind)
 
+    def write(self, name: str, array: Array) -> None:
+        """Fill a buffer or view with an array of its type."""
+        self._owner(name).upload(array, self.region(name))
+
+    def read(self, name: str) -> Array:
+        """A copy of a buffer or view."""
+        return self._owner(name).download(self.region(name))
+
+    def view(self, name: str) -> Array | None:
+        """A buffer or view itself, where its memory is the host's; otherwise None."""
+        return self._owner(name).host(self.region(name))
+
     def close(self) -> None:
         """Drop executables and memory."""
         self._phases.clear()
         self._executables.clear()
         self._places.clear()
-        self._device.close()
+        for device in self._devices.all():
+            device.close()
+
+    def _owner(self, name: str) -> Device:
+        return self._devices.of(self.program.buffers[name].space)
+
+    def _allocate_arena(self, space: Space) -> None:
+        size = max(self.program.arenas(space).values(), default=0)
+        buffers = [b for b in self.program.with_role("activation") if b.space == space and b.arena_offset is not None]
+        if buffers:
+            arena = self._devices.of(space).allocate(size)
+            self._places.update({b.name: (arena, b.arena_offset or 0) for b in buffers})
 
     def _allocate(self, buffers: Sequence[Buffer]) -> None:
-        """One block for all of them: large blocks get large pages, which cost much less to touch first."""
-        offsets = []
-        size = 0
-        for buffer in buffers:
-            offsets.append(size)
-            size += -(-buffer.type.nbytes // ALIGNMENT) * ALIGNMENT
-        block = self._device.allocate(size)
-        for buffer, offset in zip(buffers, offsets, strict=True):
-            self._places[buffer.name] = block, offset
+        """One block in each space for all of them: large blocks get large pages, much cheaper to touch first."""
+        for space in SPACES:
+            offsets: dict[str, int] = {}
+            size = 0
+            for buffer in buffers:
+                if buffer.space == space:
+                    offsets[buffer.name] = size
+                    size += -(-buffer.type.nbytes // ALIGNMENT) * ALIGNMENT
+            if offsets:
+                block = self._devices.of(space).allocate(size)
+                self._places.update({name: (block, offset) for name, offset in offsets.items()})
 
     def _steps(self, phase: str) -> Iterator[Bound | _Loop]:
         for instruction in self.program.phases[phase]:
             if isinstance(instruction, Repeat):
-                yield _Loop(self, self._device, instruction)
+                yield _Loop(self, instruction)
+            elif isinstance(instruction, Move):
+                yield self._moving(instruction)
             else:
                 yield self.bind(instruction)
 
@@ -147,20 +178,40 @@ class Machine:
         args = [place(operand) for operand in instance.inputs(call)]
         return self._executables[instance].bind(args, [place(operand) for operand in call.results])
 
+    def _moving(self, move: Move) -> _Copy:
+        source, target = (self._devices.of(space) for space in WAYS[move.queue])
+        return _Copy(source, self.region(move.source), target, self.region(move.target))
+
+
+class _Copy:
+    """A move. What lies in the host's memory is read and written in place; nothing is copied twice."""
+
+    __slots__ = ("_from", "_source", "_target", "_to")
+
+    def __init__(self, source: Device, place: Region, target: Device, to: Region) -> None:
+        self._source = source
+        self._from = place
+        self._target = target
+        self._to = to
+
+    def run(self) -> None:
+        """Copy now."""
+        array = self._source.host(self._from)
+        self._target.upload(self._source.download(self._from) if array is None else array, self._to)
+
 
 class _Loop:
     """A counted repeat. Calls are bound when a count first reaches them, and then kept."""
 
-    def __init__(self, machine: Machine, device: Device, instruction: Repeat) -> None:
+    def __init__(self, machine: Machine, instruction: Repeat) -> None:
         self._machine = machine
-        self._device = device
         self._instruction = instruction
         self._bound: list[list[Bound]] = []
 
     def run(self) -> None:
         """Run the body as often as the count says now."""
         name, limit = self._instruction.count, self._instruction.limit
-        count = int(self._device.download(self._machine.region(name)))
+        count = int(self._machine.read(name))
         if not 0 <= count <= limit:
             raise DataError(f"{name} is {count}; the bundle's limit is {limit}")
         while len(self._bound) < count:

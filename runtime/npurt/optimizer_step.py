@@ -98,7 +98,7 @@ def _finite_scalar(engine: Engine, buffer: str, what: str, step: int, where: str
 
 def _require_finite_gradient(engine: Engine, step: int) -> None:
     """The sum of squares is what the update takes the root of; it also overflows where single values do not yet."""
-    gradient = engine.view("grad")
+    gradient = engine.view("grad").astype(np.float32, copy=False)
     if not math.isfinite(float(np.einsum("i,i->", gradient, gradient))):
         raise _diverged("gradient is not finite", step, "the gradient, before the update")
 

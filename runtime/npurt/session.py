@@ -11,15 +11,16 @@ import numpy as np
 
 from npubundle.config import BundleConfig
 from npubundle.liveness import truncated
-from npubundle.program import Program
+from npubundle.program import SPACES, Program
 from npurt.arrays import Array, dtype_of
 from npurt.bundle import Bundle
-from npurt.devices import DeviceOptions, open_device
+from npurt.devices import HOST, DeviceOptions, open_device
 from npurt.devices.device import Device
 from npurt.errors import DeviceError, UsageError
 from npurt.loading import memory_needed
 from npurt.machine import Machine, Progress
 from npurt.parameters import initial
+from npurt.spaces import Devices, space_of
 from npurt.weights import Checkpoint
 from npurt.weights_fit import check_fit
 
@@ -30,21 +31,26 @@ Prepack = Literal["auto", "on", "off"]
 PAYS_AFTER = 1000
 #: Share of the free memory that `auto` may plan to use.
 _COMFORTABLE = 0.8
+_MORE_MEMORY = "free memory, or rebuild the bundle with a smaller --memory-budget"
 #: What training runs; other phases are loaded when they are first run.
 _TRAINING = ("micro_step", "update")
 
 
 class Session:
-    """A program with memory for its buffers and a device that runs its phases. Buffers are named as in the program."""
+    """A program with memory for its buffers and a device that runs its phases. Buffers are named as in the program.
 
-    def __init__(self, bundle: Bundle, program: Program, checkpoint: Checkpoint, device: Device, *, pack: bool) -> None:
+    In whose memory a buffer lies makes no difference to `write`, `read` and `view`.
+    """
+
+    def __init__(
+        self, bundle: Bundle, program: Program, checkpoint: Checkpoint, devices: Devices, *, pack: bool
+    ) -> None:
         """Allocate buffers. `open` is the usual way here; this one takes what is decided and checked already."""
         self.program = program
         self.prepacked = pack
         self._bundle = bundle
         self._checkpoint = checkpoint
-        self._device = device
-        self._machine = Machine(program, bundle.parts, device, constants=pack)
+        self._machine = Machine(program, bundle.parts, devices.device, constants=pack, host=devices.host)
 
     @classmethod
     def open(  # noqa: PLR0913 -- what a user may choose, each by keyword and with a default
@@ -67,23 +73,25 @@ class Session:
         if `expected_micro_steps` are enough to pay for it and memory is ample. `layers` cuts the model down to its
         first layers, for checks. The bundle must stay open as long as phases may be loaded. Raises `DeviceError`,
         `MismatchError` with all that does not fit, `WeightsError` for damaged files, `UsageError`.
+
+        A program with buffers on the host runs its host calls on the CPU. One that has no others opens no device.
         """
         if prepack not in get_args(Prepack):
             raise UsageError(f"prepack is {prepack!r}", remedy=f"it can be {', '.join(get_args(Prepack))}")
-        opened = open_device(device, DeviceOptions(threads))
+        chosen = _cut(bundle.program(program), layers)
+        devices = _open_devices(bundle, chosen, device, DeviceOptions(threads))
         try:
-            _check_target(bundle, opened)
-            chosen = _cut(bundle.program(program), layers)
-            opened.check([bundle.parts[part] for part in chosen.parts()])
+            _check_parts(bundle, chosen, devices)
             checkpoint = Checkpoint.open(weights)
             check_fit(checkpoint, chosen, bundle.config.model)
             eager = [p for p in _TRAINING if p in chosen.phases] if phases is None else list(phases)
             _check_phases(chosen, eager)
-            pack = _pack(prepack, chosen, eager, opened, expected_micro_steps)
-            session = cls(bundle, chosen, checkpoint, opened, pack=pack)
+            pack = _pack(prepack, chosen, eager, devices, expected_micro_steps)
+            session = cls(bundle, chosen, checkpoint, devices, pack=pack)
             session.prepare(eager, progress)
         except BaseException:
-            opened.close()
+            for opened in devices.all():
+                opened.close()
             raise
         return session
 
@@ -117,17 +125,16 @@ class Session:
         array = np.asarray(value)
         if array.shape != region.kind.shape or array.dtype != dtype_of(region.kind):
             raise UsageError(f"{name} is {region.kind}, the value is {array.dtype}{list(array.shape)}")
-        self._device.upload(array, region)
+        self._machine.write(name, array)
 
     def read(self, name: str) -> Array:
         """A copy of the content of a buffer or view."""
-        return self._device.download(self._machine.region(name))
+        return self._machine.read(name)
 
     def view(self, name: str) -> Array:
         """The content until the next call; without a copy where the device computes in host memory."""
-        region = self._machine.region(name)
-        array = self._device.host(region)
-        return self._device.download(region) if array is None else array
+        array = self._machine.view(name)
+        return self._machine.read(name) if array is None else array
 
     def init_parameters(self, seed: int) -> None:
         """Give trained parameters their initial values, a function of the seed and their names; zero the moments."""
@@ -147,6 +154,28 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _open_devices(bundle: Bundle, program: Program, name: str, options: DeviceOptions) -> Devices:
+    """The device, if the program has anything there, and the host's CPU, likewise."""
+    if not program.uses("device"):
+        cpu = open_device(HOST, options)
+        return Devices(cpu, cpu)
+    device = open_device(name, options)
+    try:
+        _check_target(bundle, device)
+        return Devices(device, open_device(HOST, options) if program.uses("host") else None)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _check_parts(bundle: Bundle, program: Program, devices: Devices) -> None:
+    for space in SPACES:
+        calls = (call for phase in program.phases for call in program.calls(phase) if space_of(call) == space)
+        names = sorted({call.part for call in calls})
+        if names:
+            devices.of(space).check([bundle.parts[name] for name in names])
 
 
 def _check_target(bundle: Bundle, device: Device) -> None:
@@ -175,18 +204,22 @@ def _check_phases(program: Program, phases: Sequence[str]) -> None:
             raise UsageError(f"the bundle's program has no phase {phase!r}", remedy=remedy)
 
 
-def _pack(prepack: Prepack, program: Program, phases: Sequence[str], device: Device, micro_steps: int | None) -> bool:
+def _pack(prepack: Prepack, program: Program, phases: Sequence[str], devices: Devices, micro_steps: int | None) -> bool:
     """Whether to pack; raises `DeviceError` if there is no memory for what was chosen."""
-    free = device.available_memory()
+    free = {space: devices.of(space).available_memory() for space in SPACES if program.uses(space)}
     if prepack == "auto":
-        pays = device.prepacks and (micro_steps or 0) >= PAYS_AFTER
-        pack = pays and memory_needed(program, phases, constants=True) < _COMFORTABLE * free
-    else:
-        pack = prepack == "on" and device.prepacks
-    needed = memory_needed(program, phases, constants=pack)
-    if needed > free:
-        raise DeviceError(
-            f"the program needs {needed / 1e9:.2f} GB of memory, {free / 1e9:.2f} GB are free",
-            remedy="use --prepack off" if pack else "free memory, or rebuild the bundle with a smaller --memory-budget",
+        pays = devices.device.prepacks and (micro_steps or 0) >= PAYS_AFTER
+        pack = pays and all(
+            memory_needed(program, phases, space, constants=True) < _COMFORTABLE * free[space] for space in free
         )
+    else:
+        pack = prepack == "on" and devices.device.prepacks
+    for space, most in free.items():
+        needed = memory_needed(program, phases, space, constants=pack)
+        if needed > most:
+            raise DeviceError(
+                f"the program needs {needed / 1e9:.2f} GB of memory, {most / 1e9:.2f} GB are free",
+                where=f"memory of the {space}" if len(free) > 1 else None,
+                remedy="use --prepack off" if pack else _MORE_MEMORY,
+            )
     return pack

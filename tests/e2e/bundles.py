@@ -45,7 +45,7 @@ class Workshop:
 def run(program: str, *words: str) -> str:
     """Run an installed program and return its stdout; fail with its stderr unless it succeeds."""
     done = subprocess.run(
-        [BIN / program, *words], check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=600
+        [BIN / program, *words], check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=1800
     )
     assert done.returncode == 0, f"{program} {' '.join(words)} ended with {done.returncode}:\n{done.stderr}"
     return done.stdout

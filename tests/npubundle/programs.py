@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from npubundle.liveness import planned
 from npubundle.part import Numerics, Part, Port
-from npubundle.program import Buffer, Call, Init, Instruction, Operand, Program, Repeat, Source
+from npubundle.program import Buffer, Call, Init, Instruction, Move, Operand, Program, Repeat, Source
 from npubundle.tensor import TensorType
 
 DIGEST = "sha256:" + "0" * 64
@@ -82,6 +82,40 @@ def small() -> Checked:
         chains=(("x", "y"),),
         checkpoint={"model.embed.weight": (4, 7)},
     )
+    return Checked(planned(program), {p.name: p for p in parts})
+
+
+def apart() -> Checked:
+    """A program for a device with memory of its own: two layers whose scale comes from the host, which adds up."""
+    kind = f32(4)
+    buffers = [
+        Buffer("w", f32(2, 4), "weight", source=Source("w")),
+        Buffer("lora", f32(8), "param", space="host"),
+        *(Buffer(f"lora.{n}", kind, "param", "lora", 4 * n, space="host") for n in range(2)),
+        Buffer("grad", kind, "grad", space="host"),
+        *(Buffer(f"h.{n}", kind, "activation") for n in range(3)),
+        *(Buffer(f"up.{n}", kind, "activation") for n in range(2)),
+        Buffer("down", kind, "activation", space="host"),
+        Buffer("n", TensorType("i32", ()), "scalar", space="host"),
+        Buffer("out", f32(3, 4), "output"),
+    ]
+    parts = [
+        part("start", [f32(2, 4)], [kind]),
+        part("layer", [kind, kind], [kind]),
+        part("add", [kind, kind], [kind], (0, 0)),
+        part("end", [kind], [kind]),
+    ]
+    step: tuple[Instruction, ...] = (
+        Call("start", operands("w"), operands("h.0")),
+        Move("lora.0", "up.0", "h2d", layer=0),
+        Call("layer", operands("h.0", "up.0"), operands("h.1"), after=(1,), layer=0),
+        Move("lora.1", "up.1", "h2d", layer=1),
+        Call("layer", operands("h.1", "up.1"), operands("h.2"), after=(3,), layer=1),
+        Move("h.2", "down", "d2h", after=(4,)),
+        Call("add", operands("grad", "down"), operands("grad"), queue="host", after=(5,)),
+        Repeat("n", 3, (Call("end", operands("h.2"), operands("out[]")),)),
+    )
+    program = Program({b.name: b for b in buffers}, {"step": step}, (("h.0", "h.1", "h.2"),), checkpoint={"w": (2, 4)})
     return Checked(planned(program), {p.name: p for p in parts})
 
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from npubundle import program_check
 from npubundle.liveness import ALIGNMENT, lives, planned, truncated
-from npubundle.program import Buffer, Call, Instruction, Program, Repeat
+from npubundle.program import Buffer, Call, Instruction, Move, Program, Repeat
 from npubundle.tensor import TensorType
-from tests.npubundle.programs import Checked, operands, part, programs, small
+from tests.npubundle.programs import Checked, apart, operands, part, programs, small
 
 
 def touched(program: Program, phase: str) -> list[set[str]]:
@@ -17,7 +17,7 @@ def touched(program: Program, phase: str) -> list[set[str]]:
     steps = []
     for instruction in program.phases[phase]:
         calls = instruction.body if isinstance(instruction, Repeat) else [instruction]
-        names = {o.buffer for call in calls for o in (*call.args, *call.results)}
+        names = {o.buffer for call in calls if isinstance(call, Call) for o in (*call.args, *call.results)}
         steps.append({name for name in names if program.buffers[name].role == "activation"})
     return steps
 
@@ -95,6 +95,24 @@ def test_lives_are_first_and_last_use() -> None:
     ]  # fmt: skip
     assert lives(program, "update") == []
     assert program.arena == {"micro_step": 128, "update": 0}
+
+
+def test_each_memory_has_an_arena() -> None:
+    program = apart().program
+    assert (program.arena, program.host_arena) == ({"step": 192}, {"step": 64})
+    assert [life.buffer.name for life in lives(program, "step", "host")] == ["down"]
+    lived = {life.buffer.name: (life.start, life.end) for life in lives(program, "step")}
+    assert lived == {"h.0": (0, 2), "up.0": (1, 2), "h.1": (2, 4), "up.1": (3, 4), "h.2": (4, 7)}
+    assert planned(program) == program
+
+
+def test_moves_are_cut_and_renamed_with_the_layers() -> None:
+    checked = apart()
+    cut = truncated(checked.program, 1)
+    program_check.check(cut, checked.parts)
+    assert list(cut.moves("step")) == [Move("lora.0", "up.0", "h2d", layer=0), Move("h.1", "down", "d2h")]
+    assert "lora.1" not in {move.source for move in cut.moves("step")}
+    assert cut.written("step") == {"h.0", "up.0", "h.1", "down", "grad", "out"}
 
 
 def test_phases_that_share_an_activation_are_refused() -> None:

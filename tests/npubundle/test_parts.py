@@ -15,7 +15,7 @@ from npubundle.config import BundleConfig, Memory, Target
 from npubundle.errors import FormatError
 from npubundle.fields import Kind, read
 from npubundle.model_config import MODEL_CONFIG, ModelConfig
-from npubundle.part import PART, tensor_type
+from npubundle.part import PART, Estimate, PartGraph, tensor_type
 from npubundle.recipe import LORA_TARGETS, RECIPE, Activations, Recipe
 from npubundle.tensor import ITEM_SIZE, TensorType
 from tests.npubundle.programs import DIGEST, part
@@ -72,9 +72,22 @@ def test_a_part_is_read_back() -> None:
     assert read(document, PART, what="it") == made
 
 
+@pytest.mark.parametrize("graph", [None, PartGraph(DIGEST, 7, "application/graph")])
+@pytest.mark.parametrize("estimate", [None, Estimate(5), Estimate(10**12, 41.5, 1 << 30)])
+def test_a_part_keeps_graph_and_estimate(graph: PartGraph | None, estimate: Estimate | None) -> None:
+    made = dataclasses.replace(part("a", [F32], [F32]), graph=graph, estimate=estimate)
+    document = json.loads(canonical.encode(made.to_dict()))
+    assert ("graph" in document, "estimate" in document) == (graph is not None, estimate is not None)
+    assert read(document, PART, what="it") == made
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"graph": {"digest": "x", "size": 1, "media_type": "y"}}, "graph.digest: must be a sha256 digest"),
+        ({"graph": None}, "graph: must be an object"),
+        ({"estimate": {"cycles": -1, "peak_power": None, "memory": None}}, "estimate.cycles: must be at least 0"),
+        ({"estimate": {"cycles": 1}}, "estimate.peak_power: is missing"),
         ({"name": "Layer"}, "name: must be a part name, is 'Layer'"),
         ({"key": "sha256:00"}, "key: must be a sha256 digest"),
         ({"digest": DIGEST.upper()}, "digest: must be a sha256 digest"),

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 
 from npubundle.errors import FormatError
 from npubundle.part import Part
-from npubundle.program import Buffer, Call, Program, Repeat, Source
+from npubundle.program import Buffer, Call, Move, Program, Repeat, Source
 from npubundle.program_check import check
 from npubundle.tensor import TensorType
-from tests.npubundle.programs import Checked, operands, part, programs, replaced, small, with_phase
+from tests.npubundle.programs import Checked, apart, operands, part, programs, replaced, small, with_phase
 
 SMALL, PARTS = small()
 EMBED, LAYER, BLOCKS = SMALL.phases["micro_step"]
@@ -199,3 +199,58 @@ def test_offsets_that_reach_into_a_neighbour_are_found(change: Callable[[int], i
 def test_boundaries_of_a_chain_are_alike(chains: tuple[tuple[str, ...], ...], said: str) -> None:
     found = problems(dataclasses.replace(SMALL, chains=chains))
     assert any(problem.startswith(said) for problem in found)
+
+
+# -- two memories ----------------------------------------------------------------------------------------------------
+
+APART, APART_PARTS = apart()
+
+
+def changed_step(index: int, **changes: object) -> Program:
+    """The program in two memories with one instruction changed."""
+    step = list(APART.phases["step"])
+    step[index] = dataclasses.replace(step[index], **changes)  # type: ignore[arg-type]
+    return with_phase(APART, "step", *step)
+
+
+def test_a_program_in_two_memories_is_well_formed() -> None:
+    check(APART, APART_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (changed_step(1, source="nowhere"), "step[1] move: names nowhere, which is not a buffer"),
+        (changed_step(1, source="lora"), "step[1] move: copies lora, which is f32[8], to up.0, which is f32[4]"),
+        (changed_step(1, source="h.0"), "step[1] move: is on h2d, but h.0 lies in the device's memory"),
+        (changed_step(1, target="down"), "step[1] move: is on h2d, but down lies in the host's memory"),
+        (changed_step(1, queue="d2h"), "step[1] move: is on d2h, but lora.0 lies in the host's memory"),
+        (changed_step(5, source="up.1", after=(9,)), "step[5]: waits for itself or a later instruction"),
+        (changed_step(5, target="n"), "step[5] move: writes n, whose role is scalar"),
+        (changed_step(3, target="up.0"), "step[4] layer: reads up.1 before anything wrote it"),
+        (with_phase(APART, "step", Move("h.0", "down", "d2h")), "step[0] move: reads h.0 before anything wrote it"),
+        (changed_step(6, queue="compute"), "step[6] add: runs on compute, but grad lies in the host's memory"),
+        (changed_step(0, queue="host"), "step[0] start: runs on host, but w lies in the device's memory"),
+        (
+            changed_step(7, body=(Call("end", operands("h.2"), operands("out[]"), queue="d2h"),)),
+            "step[7]: repeats calls that are neither all on compute nor all on host",
+        ),
+        (replaced(APART, "lora.1", space="device"), "lora.1: lies in the device's memory, but is a view of lora"),
+        (replaced(APART, "h.2", space="host"), "chains[0]: joins buffers of both memory spaces"),
+    ],
+)
+def test_a_step_across_the_border_is_named(program: Program, said: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        check(program, APART_PARTS)
+    assert any(str(problem).startswith(said) for problem in caught.value.problems), caught.value.problems
+
+
+def test_the_host_has_an_arena_of_its_own() -> None:
+    with pytest.raises(FormatError, match="down ends beyond the arena of 0 bytes"):
+        check(dataclasses.replace(APART, host_arena={}), APART_PARTS)
+    assert APART.buffers["down"].arena_offset == 0
+
+
+def test_the_host_computes_only_in_its_own_memory_even_without_any() -> None:
+    said = problems(layer(queue="host"))
+    assert "micro_step[1] layer: runs on host, but x lies in the device's memory" in said

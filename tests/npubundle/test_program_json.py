@@ -13,17 +13,20 @@ from npubundle.program import (
     INITS,
     QUEUES,
     ROLES,
+    SPACES,
+    WAYS,
     Buffer,
     Call,
     Init,
     Instruction,
+    Move,
     Operand,
     Program,
     Repeat,
     Source,
 )
 from npubundle.tensor import ITEM_SIZE, TensorType
-from tests.npubundle.programs import Checked, programs, small
+from tests.npubundle.programs import Checked, apart, programs, small
 
 names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,12}", fullmatch=True)
 types = st.builds(
@@ -51,6 +54,7 @@ def buffers(draw: st.DrawFn, name: str) -> Buffer:
         draw(st.none() | st.builds(Init, st.sampled_from(INITS), whole)),
         draw(st.none() | whole),
         draw(st.none() | st.integers(-(2**31), 2**31 - 1)),
+        draw(st.sampled_from(SPACES)),
     )
 
 
@@ -64,6 +68,9 @@ calls = st.builds(
     st.lists(whole, max_size=3).map(tuple),
     st.none() | whole,
 )
+moves = st.builds(
+    Move, names, names, st.sampled_from(tuple(WAYS)), st.lists(whole, max_size=3).map(tuple), st.none() | whole
+)
 repeats = st.builds(Repeat, names, st.integers(1, 99), st.lists(calls, max_size=3).map(tuple))
 
 
@@ -71,13 +78,14 @@ repeats = st.builds(Repeat, names, st.integers(1, 99), st.lists(calls, max_size=
 def any_programs(draw: st.DrawFn) -> Program:
     """A program of the right form, which need not make sense."""
     unique = draw(st.lists(names, max_size=5, unique=True))
-    instructions: st.SearchStrategy[Instruction] = calls | repeats
+    instructions: st.SearchStrategy[Instruction] = calls | repeats | moves
     return Program(
         {name: draw(buffers(name)) for name in unique},
         draw(st.dictionaries(st.text(max_size=5), st.lists(instructions, max_size=4).map(tuple), max_size=3)),
         draw(st.lists(st.lists(names, min_size=2, max_size=4).map(tuple), max_size=2).map(tuple)),
         draw(st.dictionaries(st.text(max_size=5), whole, max_size=3)),
         draw(st.dictionaries(st.text(max_size=9), st.lists(whole, max_size=4).map(tuple), max_size=3)),
+        draw(st.dictionaries(st.text(max_size=5), whole, max_size=3)),
     )
 
 
@@ -164,6 +172,47 @@ def test_a_fault_of_form_is_found_where_it_is(path: tuple[str | int, ...], value
 def test_all_faults_are_found_at_once() -> None:
     found = broken((("buffers", 0, "role"), "x"), ((*STEP, 0, "queue"), "x"), (("arena",), []))
     assert set(found) == {"buffers[0].role", "phases.micro_step[0].queue", "arena"}
+
+
+def test_a_program_in_one_memory_says_nothing_of_two() -> None:
+    text = program_json.encode(small().program).decode()
+    assert all(f'"{key}"' not in text for key in ("space", "host_arena", "move", "to"))
+
+
+def test_a_move_says_only_what_applies() -> None:
+    program = apart().program
+    document = json.loads(program_json.encode(program))
+    assert document["phases"]["step"][1] == {"move": "lora.0", "to": "up.0", "queue": "h2d", "layer": 0}
+    assert document["phases"]["step"][5] == {"move": "h.2", "to": "down", "queue": "d2h", "after": [4]}
+    assert document["host_arena"] == {"step": 64}
+    assert [b["name"] for b in document["buffers"] if "space" in b] == [
+        "lora", "lora.0", "lora.1", "grad", "down", "n"
+    ]  # fmt: skip
+    assert program_json.decode(program_json.encode(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "said"),
+    [
+        (1, {"queue": "compute"}, "queue: must be one of h2d, d2h, is 'compute'"),
+        (1, {"to": "a b"}, "to: must be a buffer or part name"),
+        (1, {"call": "layer"}, "call: is not a known key"),
+    ],
+)
+def test_a_fault_of_a_move_is_named(index: int, change: dict[str, Any], said: str) -> None:
+    document = json.loads(program_json.encode(apart().program))
+    document["phases"]["step"][index] |= change
+    with pytest.raises(FormatError) as caught:
+        program_json.decode(canonical.encode(document))
+    assert [str(problem).startswith(f"phases.step[{index}].{said}") for problem in caught.value.problems] == [True]
+
+
+def test_a_listing_shows_where_things_lie_and_move() -> None:
+    listing = apart().program.listing()
+    assert "param      lora.1: f32[4] on the host = lora+4\n" in listing
+    assert "step: (arena 192 bytes, 64 on the host)" in listing
+    assert "[h2d] up.0 = lora.0\n" in listing
+    assert "[d2h] down = h.2 after [4]\n" in listing
 
 
 def test_names_are_unique() -> None:

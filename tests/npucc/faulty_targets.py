@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npucc.graph import Graph
-from npucc.targets import CutPolicy, cpu
+from npucc.targets import CompiledPart, CutPolicy, cpu
 
 Array = npt.NDArray[Any]
 
@@ -22,6 +22,7 @@ class FaultyTarget:
     CUT: CutPolicy = cpu.CUT
     BOUND = cpu.BOUND
     MEMORY = cpu.MEMORY
+    jobs = 1
 
     def __init__(
         self,
@@ -40,9 +41,18 @@ class FaultyTarget:
     def requirements(self) -> Mapping[str, str]:
         return cpu.requirements()
 
-    def compile_part(self, graph: Graph) -> bytes:
+    def options(self, graph: Graph) -> dict[str, str]:
+        return cpu.options(graph)
+
+    def bundle_options(self) -> dict[str, str]:
+        return cpu.bundle_options()
+
+    def close(self) -> None:
+        cpu.close()
+
+    def compile_part(self, graph: Graph) -> CompiledPart:
         self.compiled.append(graph.name)
         return cpu.compile_part(self.spoil(graph))
 
-    def execute(self, payload: bytes, inputs: Mapping[str, Array]) -> Sequence[Array]:
-        return self.bend([np.array(array) for array in cpu.execute(payload, inputs)])
+    def execute(self, part: CompiledPart, graph: Graph, inputs: Mapping[str, Array]) -> Sequence[Array]:
+        return self.bend([np.array(array) for array in cpu.execute(part, graph, inputs)])

@@ -68,6 +68,7 @@ class ProgramInterpreter:
                     for call in instruction.body:
                         self._call(call, index)
             else:
+                assert isinstance(instruction, Call), "programs of one memory move nothing"
                 self._call(instruction, None)
 
     def _call(self, call: Call, index: int | None) -> None:

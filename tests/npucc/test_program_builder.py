@@ -156,7 +156,7 @@ def test_the_reference_shares_no_part_with_layers_and_loss(tied: Setup, saved: i
 
 def payloads(setup: Setup, program: Program, prefixes: tuple[str, ...]) -> set[bytes]:
     """What the parts of a program with these names compile to."""
-    return {cpu.compile_part(setup.traced.parts[p].graph) for p in program.parts() if p.startswith(prefixes)}
+    return {cpu.compile_part(setup.traced.parts[p].graph).payload for p in program.parts() if p.startswith(prefixes)}
 
 
 def test_an_update_is_a_clipped_step_of_adamw(tied: Setup) -> None:

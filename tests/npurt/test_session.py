@@ -258,6 +258,6 @@ def test_too_little_memory_is_said_before_it_is_taken(
 @pytest.fixture
 def limit_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def limit(free: int) -> None:
-        monkeypatch.setattr("npurt.devices.cpu.available_memory", lambda: free)
+        monkeypatch.setattr("npurt.devices.host_memory.available_memory", lambda: free)
 
     return limit

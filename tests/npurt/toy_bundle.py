@@ -103,7 +103,7 @@ GRAPHS = {
           q = Mul(grad, grad) total = ReduceSum <keepdims = 0> (q) n = Sqrt(total) }""",
 }
 INPLACE = {"head": ((0, 5), (1, 6)), "accumulate": ((0, 0),), "update": ((0, 0),)}
-_DTYPE = {1: "f32", 6: "i32"}
+_DTYPE = {1: "f32", 6: "i32", 16: "bf16"}
 
 
 def payload(graph: str) -> bytes:
@@ -235,19 +235,21 @@ def write_bundle(
     target: str = "cpu",
     changed: Mapping[str, Part] | None = None,
     payloads: Mapping[str, bytes] | None = None,
+    programs: Mapping[str, Program] | None = None,
 ) -> tuple[Path, Path]:
     """A signed bundle, and the public key that it is trusted by.
 
-    `changed` and `payloads` stand in for those made here.
+    `changed`, `payloads` and `programs` stand in for those made here.
     """
     made, raw = parts()
     made |= changed or {}
     raw |= payloads or {}
-    programs = {"train": program_json.encode(program(backward)), "reference": program_json.encode(program())}
-    layers = [NewLayer(program_json.MEDIA_TYPE, text) for text in dict.fromkeys(programs.values())]
+    chosen = programs or {"train": program(backward), "reference": program()}
+    encoded = {name: program_json.encode(made_program) for name, made_program in chosen.items()}
+    layers = [NewLayer(program_json.MEDIA_TYPE, text) for text in dict.fromkeys(encoded.values())]
     layers += [NewLayer(MEDIA_TYPE, text) for text in dict.fromkeys(raw.values())]
     key = keys.generate()
-    signed = build_container("toy", config(made, programs, target).encode(), layers, signer=key)
+    signed = build_container("toy", config(made, encoded, target).encode(), layers, signer=key)
     path = folder / "toy.npub"
     container.write(path, signed)
     _, public = keys.save(key, folder / "toy.key")

@@ -46,15 +46,21 @@ def test_both_programs_need_the_format_of_their_own_version(name: str) -> None:
 
 def test_runtime_and_format_do_without_torch_and_transformers() -> None:
     for name in ("npurt", "npubundle"):
-        required = " ".join(metadata.requires(name) or []).lower()
+        # A device's kit may bring what it likes; it is an extra that only its hosts install.
+        needed = [line for line in metadata.requires(name) or [] if "extra == 'rngd'" not in line]
+        required = " ".join(needed).lower()
         assert not re.search(r"\b(torch|transformers|peft|rich|pydantic)\b", required)
 
 
+def pins_of(name: str) -> list[str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def test_every_direct_requirement_is_pinned() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
+    pins = pins_of("constraints.txt")
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin) for pin in pins), "exact, and no local versions"
-    pinned = {pin.split("==")[0] for pin in pins}
+    pinned = {pin.split("==")[0] for pin in (*pins, *pins_of("constraints-rngd.txt"))}
     wanted = list(settings(ROOT)["dependency-groups"]["dev"])
     for project in PROJECTS.values():
         table = settings(project)["project"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def run(settings: Settings, _signals: Signals) -> int:
     """Compare gradients; the exit code is 1 if one is out of bounds."""
-    from npurt.gradient_check import MAX_RATIO_ERROR, MIN_COSINE, check_gradients
+    from npurt.gradient_check import check_gradients
 
     progress = common.make_progress(settings)
     output = common.Output(as_json=settings["json"], progress=progress)
@@ -35,12 +35,12 @@ def run(settings: Settings, _signals: Signals) -> int:
         "layers": report.layers,
         "loss": report.loss,
         "reference_loss": report.reference_loss,
-        "bounds": {"cosine": MIN_COSINE, "norm_ratio": MAX_RATIO_ERROR},
+        "bounds": {"cosine": report.bounds.cosine, "norm_ratio": report.bounds.ratio},
         "tensors": [
             {"tensor": t.tensor, "cosine": t.cosine, "norm_ratio": t.norm_ratio, "good": t.good} for t in report.tensors
         ],
     }
-    bounds = f"bounds: cosine at least {MIN_COSINE}, norm ratio within {MAX_RATIO_ERROR:g} of 1"
+    bounds = f"bounds: cosine at least {report.bounds.cosine}, norm ratio within {report.bounds.ratio:g} of 1"
     output.result(f"{_table(report)}\n{bounds}", event)
     return int(ExitCode.OK if report.good else ExitCode.FIXABLE)
 

@@ -22,7 +22,16 @@ def _cpu(options: DeviceOptions) -> Device:
     return CpuDevice(options.threads)
 
 
-_OPENERS: dict[str, Callable[[DeviceOptions], Device]] = {"cpu": _cpu}
+def _rngd_sim(_options: DeviceOptions) -> Device:
+    from npurt.devices.rngd_sim import RngdSimDevice
+
+    return RngdSimDevice()
+
+
+#: The device whose memory is the host's space of a program.
+HOST = "cpu"
+
+_OPENERS: dict[str, Callable[[DeviceOptions], Device]] = {HOST: _cpu, "rngd-sim": _rngd_sim}
 
 #: Names that `open_device` knows.
 NAMES = tuple(_OPENERS)

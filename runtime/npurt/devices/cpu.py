@@ -12,7 +12,6 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,12 @@ from npubundle.errors import FormatError
 from npubundle.fields import Problems
 from npubundle.part import Part, Port
 from npubundle.tensor import TensorType
-from npurt.arrays import Array, block, dtype_of, region
-from npurt.devices.device import Region
+from npurt.arrays import Array, dtype_of
+from npurt.devices.device import Form, Region
+from npurt.devices.host_memory import HostMemory
 from npurt.devices.onnx_wire import identity_model, with_constants
 from npurt.errors import DeviceError, UsageError
-from npurt.host import available_memory, return_freed_blocks, usable_cpus, use_huge_pages
+from npurt.host import return_freed_blocks, usable_cpus, use_huge_pages
 
 # The official builds of onnxruntime report every process to their maker, unless told not to before they are loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -68,27 +68,18 @@ _SPELLING = {
 #: Media type of the payloads that this device runs.
 MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 _ERRORS_ONLY = 3
+_ONNX_BF16 = 16
 #: Threads spin while they wait for work. A few more than cores are slow; thousands bring a host to a standstill.
 _MAX_THREADS = 64
 _PROVIDERS = ["CPUExecutionProvider"]
 
 
-@dataclass(frozen=True, slots=True)
-class CpuBlock:
-    """Host memory."""
-
-    memory: Array
-
-    def region(self, offset: int, kind: TensorType) -> Region:
-        """The tensor at byte `offset`; its handle is an array."""
-        return Region(kind, region(self.memory, offset, kind))
-
-
-class CpuDevice:
+class CpuDevice(HostMemory):
     """Runs parts whose payload is an ONNX model."""
 
     name = "cpu"
     targets = frozenset({"cpu"})
+    form: Form = "payload"
     prepacks = True
 
     def __init__(self, threads: int | None = None) -> None:
@@ -119,20 +110,6 @@ class CpuDevice:
                 problems.add(name, f"the bundle needs {name} {version}, which this release of npurt cannot provide")
         problems.raise_any("this host cannot run the bundle", DeviceError)
 
-    def available_memory(self) -> int:
-        """Free memory of the host, within the limits of the container."""
-        return available_memory()
-
-    def allocate(self, nbytes: int) -> CpuBlock:
-        """Zeroed host memory; pages are taken from the system when they are first written."""
-        try:
-            return CpuBlock(block(nbytes))
-        except MemoryError as error:
-            raise DeviceError(
-                f"cannot allocate {nbytes / 1e9:.2f} GB",
-                remedy="train on a host with more memory, or rebuild the bundle with a smaller --memory-budget",
-            ) from error
-
     def load(self, part: Part, payload: bytes, constants: Mapping[int, Array]) -> CpuExecutable:
         """A session for the part. Constants are packed by ONNX Runtime, which then drops its references to them."""
         options = onnxruntime.SessionOptions()
@@ -142,7 +119,7 @@ class CpuDevice:
         if constants:
             kinds = {index: part.inputs[index].type for index in constants}
             payload, names = with_constants(payload, kinds)
-            values = [onnxruntime.OrtValue.ortvalue_from_numpy(constants[index]) for index in names]
+            values = [_value(constants[index], part.inputs[index].type) for index in names]
             options.add_external_initializers(list(names.values()), values)
         try:
             session = onnxruntime.InferenceSession(payload, options, providers=_PROVIDERS)
@@ -156,25 +133,6 @@ class CpuDevice:
     def settle(self) -> None:
         """Huge pages for what ONNX Runtime allocated: packed weights, and what parts compute on the way."""
         use_huge_pages()
-
-    def host(self, region: Region) -> Array:
-        """The array that the region is."""
-        array: Array = region.handle
-        return array
-
-    def upload(self, array: Array, region: Region) -> None:
-        """Copy into the region."""
-        np.copyto(region.handle, array)
-
-    def download(self, region: Region) -> Array:
-        """A copy of the region."""
-        return self.host(region).copy()
-
-    def synchronize(self) -> None:
-        """Nothing to wait for: `run` returns when the part has finished."""
-
-    def close(self) -> None:
-        """Nothing to release: memory goes with the last reference to it."""
 
     def _knows_opset(self, version: str) -> bool:
         """Asked by loading a model of one operator, because no function of ONNX Runtime tells."""
@@ -209,7 +167,7 @@ class CpuExecutable:
         ):
             for name, operand in zip(names, operands, strict=True):
                 array = operand.handle
-                bind(name, "cpu", 0, dtype_of(operand.kind), operand.kind.shape, array.ctypes.data)
+                bind(name, "cpu", 0, _element(operand.kind), operand.kind.shape, array.ctypes.data)
         return CpuBound(self._part, self._session, binding, (tuple(args), tuple(results)))
 
 
@@ -263,6 +221,18 @@ class _Environment:
                 what = f"this process computes with {cls._threads} threads already and cannot change to {threads}"
                 raise UsageError(what, remedy="start a new process to use another number of threads")
             return cls._threads
+
+
+def _element(kind: TensorType) -> Any:
+    """An element type in ONNX Runtime's words: numpy has no bf16 of its own, so that one goes by ONNX's number."""
+    return _ONNX_BF16 if kind.dtype == "bf16" else dtype_of(kind)
+
+
+def _value(array: Array, kind: TensorType) -> Any:
+    make = onnxruntime.OrtValue
+    if kind.dtype == "bf16":
+        return make.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), _ONNX_BF16)
+    return make.ortvalue_from_numpy(array)
 
 
 def _check_ports(part: Part, what: str, ports: Sequence[Port], actual: Sequence[Any]) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from npubundle.part import Part
 from npubundle.tensor import TensorType
 from npurt.arrays import Array
+
+#: What a part is loaded from: the compiled payload, or the graph that it was compiled from.
+Form: TypeAlias = Literal["payload", "graph"]
 
 
 class Block(Protocol):
@@ -56,6 +59,10 @@ class Device(Protocol):
         """The targets of bundles that it can run."""
 
     @property
+    def form(self) -> Form:
+        """What it loads parts from."""
+
+    @property
     def prepacks(self) -> bool:
         """Whether arguments that are constants make a part faster, at the price of one executable per call."""
 
@@ -71,8 +78,9 @@ class Device(Protocol):
     def load(self, part: Part, payload: bytes, constants: Mapping[int, Array]) -> Executable:
         """Make a part runnable. `constants` gives, by index, the arguments that never change.
 
-        The device keeps no reference to those arrays where it keeps its own form of them. May be called from several
-        threads at once. Raises `DeviceError`, or `FormatError` if the payload is not what the part says.
+        `payload` is of the device's `form`. The device keeps no reference to those arrays where it keeps its own form
+        of them. May be called from several threads at once. Raises `DeviceError`, or `FormatError` if the payload is
+        not what the part says.
         """
 
     def host(self, region: Region) -> Array | None:

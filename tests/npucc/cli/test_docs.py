@@ -20,6 +20,8 @@ from tests.npucc.tiny import model
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
+#: Flags that say how to compile, and not what: no keys of a recipe file.
+OF_A_TARGET = ["--fusion", "--jobs", "--max-mm", "--tactic", "--max-shapes", "--graphs"]
 OURS = ["how-to/build.md", "how-to/add-an-architecture.md", "reference/recipe.md", "reference/part-cache.md"]
 
 
@@ -79,7 +81,13 @@ def test_the_table_of_a_recipe_file_has_every_key_flag_and_default() -> None:
         "--cache-dir",
         "--progress",
         "--json",
+        *OF_A_TARGET,
     }
+
+
+def test_flags_that_are_no_keys_of_a_recipe_file_are_named_beside_it() -> None:
+    below = page("reference/recipe.md").split("| `recipe.logits`")[1]
+    assert all(f"`{flag}`" in below for flag in OF_A_TARGET)
 
 
 def flags_of(command: str) -> set[str]:

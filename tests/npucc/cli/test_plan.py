@@ -44,7 +44,7 @@ def test_a_plan_can_be_read(run: Run, options: list[str]) -> None:
     text = run("plan", *options, "--rank", "7").out
     assert "adamw" in text
     assert "miss: the graph is another (model, recipe or passes)" in text
-    assert "20 parts, 12 of them cached" in text
+    assert "26 parts, 17 of them cached" in text
     assert "memory of the training program on cpu: 0." in text
     assert "2 of 2 layers keep their activations" in text
     assert "warning" not in text

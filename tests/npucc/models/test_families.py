@@ -14,6 +14,7 @@ from npucc.graph.interpret import interpret
 from npucc.models.layers import rms_norm
 from npucc.passes import simplify
 from npucc.training import embedding, layer
+from tests.npucc import tiny
 from tests.npucc.tiny import SEQ_LEN, recipe
 from tests.npucc.transformers_models import pair, weights
 
@@ -41,8 +42,8 @@ def run(graph: Graph, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 def hidden_states(ours: Any, theirs: Any, tokens: torch.Tensor, layout: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What npucc's graphs make of tokens, up to and with the final norm."""
     settings = recipe(targets=("q",), seq_len=len(tokens))
-    joint = simplify(layer.joint(ours, settings, query_rows=5))
-    tables = run(embedding.tables(ours.config, len(tokens)), layout)
+    joint = simplify(layer.joint(ours, settings, tiny.CUT))
+    tables = run(embedding.tables(ours.config, len(tokens), tiny.CUT), layout)
     x = theirs.state_dict()["model.embed_tokens.weight"][tokens]
     for index in range(ours.config.num_hidden_layers):
         values = {value.name: torch.zeros(value.type.shape) for value in joint.inputs}  # no adapter, no gradient
@@ -82,10 +83,10 @@ def test_gradients_are_those_of_autograd(shape: dict[str, Any]) -> None:
     """With W + s·B·A in the place of every W, transformers' layer has the same gradients for A, B and its input."""
     ours, theirs = pair(**shape)
     settings = recipe(targets=EVERY)
-    joint = simplify(layer.joint(ours, settings, query_rows=5))
+    joint = simplify(layer.joint(ours, settings, tiny.CUT))
     generator = torch.Generator().manual_seed(5)
     values = {value.name: torch.randn(value.type.shape, generator=generator) * 0.3 for value in joint.inputs}
-    tables = run(embedding.tables(ours.config, SEQ_LEN), LAYOUT)
+    tables = run(embedding.tables(ours.config, SEQ_LEN, tiny.CUT), LAYOUT)
     values |= weights(ours, theirs, 0) | tables
     found = run(joint, values)
 

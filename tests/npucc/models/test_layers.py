@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from npucc.graph.interpret import interpret
 from npucc.models.architecture import Tables
 from npucc.models.config_reader import parse_model
-from npucc.models.layers import causal_attention, inverse_frequencies, rms_norm, rotate, silu
+from npucc.models.layers import causal_attention, inverse_frequencies, rms_norm, rotate, rotate_rows, silu
 from npucc.training import embedding
+from tests.npucc import tiny
 from tests.npucc.tiny import config
 
 #: Both spellings of each kind; the short original context puts frequencies into all three ranges of `llama3`.
@@ -67,7 +69,7 @@ def test_scaling_changes_frequencies_in_all_three_ranges() -> None:
 @pytest.mark.parametrize("kind", ROPES)
 def test_tables_are_those_of_transformers(kind: str) -> None:
     model, theirs = both(ROPES[kind])
-    graph = embedding.tables(model.config, len(POSITIONS))
+    graph = embedding.tables(model.config, len(POSITIONS), tiny.CUT)
     cos, sin, _ = interpret(graph, [POSITIONS, torch.ones_like(POSITIONS)], widen=False)
     expected_cos, expected_sin = theirs(torch.zeros(1, len(POSITIONS), 1), POSITIONS[None].to(torch.int64))
     half = model.config.head_dim // 2
@@ -85,6 +87,44 @@ def test_rotation_is_that_of_transformers() -> None:
         x[None], x[None], torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
     )
     torch.testing.assert_close(rotate(x, tables), expected[0])
+
+
+def turned(S: int, D: int, swap: torch.Tensor | None) -> Tables:
+    angles = torch.randn(S, D // 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    cos, sin = torch.cos(angles), torch.sin(angles)
+    return Tables(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), torch.zeros(S, S), S, swap)
+
+
+@pytest.mark.parametrize("heads", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_rotation_by_a_product_is_rotation(heads: tuple[int, ...], scale: float) -> None:
+    S, D = 5, tiny.CONFIG["head_dim"]
+    cut = dataclasses.replace(tiny.CUT, swap=True)
+    graph = embedding.tables(tiny.model().config, S, cut)
+    assert [name for name, _ in graph.outputs] == ["cos", "sin", "mask", "swap"]
+    places = torch.arange(S, dtype=torch.int32)
+    swap = tiny.evaluate(graph, {"positions": places, "segments": torch.ones_like(places)})["swap"].to(torch.float64)
+    assert torch.equal(torch.arange(D, dtype=torch.float64) @ swap, torch.arange(D).roll(D // 2).to(torch.float64))
+    tables = turned(S, D, swap)
+    x = torch.randn(S, *heads, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    expected = rotate(x.movedim(0, -2), tables, scale).movedim(-2, 0)
+    assert torch.equal(rotate_rows(x, tables, scale), expected)
+
+
+def test_rotation_by_a_product_is_rounded_once_in_bf16() -> None:
+    S, D = 5, 4
+    swap = torch.roll(torch.eye(D), D // 2, 0).to(torch.bfloat16)
+    tables = turned(S, D, swap)
+    x = torch.randn(S, 3, D, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    found = rotate_rows(x, tables, 0.3)
+    assert found.dtype == torch.bfloat16
+    exact = rotate(x.to(torch.float64).movedim(0, -2), tables, 0.3).movedim(-2, 0)
+    assert torch.equal(found, exact.to(torch.bfloat16))
+
+
+def test_tables_without_a_swap_rotate_no_rows() -> None:
+    with pytest.raises(ValueError, match="no swap"):
+        rotate_rows(torch.zeros(5, 4), turned(5, 4, None))
 
 
 def test_norm_and_activation_are_those_of_transformers() -> None:
@@ -107,7 +147,7 @@ def test_attention_in_blocks_is_that_of_pytorch(query_rows: int) -> None:
     q, k, v, d = sample(2, 3, 6, 4), sample(2, 6, 4), sample(2, 6, 4), sample(2, 3, 6, 4)
     documents = torch.tensor([1, 1, 2, 2, 2, 2])
     seen = torch.ones(6, 6).tril().bool() & (documents[:, None] == documents)
-    mask = torch.where(seen, 0.0, embedding.MASKED)
+    mask = torch.where(seen, 0.0, embedding.MASKED).to(torch.float64)  # softmax is in the mask's dtype
     ours = causal_attention(q, k, v, Tables(mask, mask, mask, query_rows))
     keys, values = (x[:, None].expand(2, 3, 6, 4) for x in (k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=1.0)

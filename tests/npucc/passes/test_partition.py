@@ -52,7 +52,7 @@ def downstream(graph: Graph, sources: set[str]) -> set[str]:
 @pytest.fixture(scope="module", params=LAYERS, ids=lambda case: "-".join(case[1]))
 def joint(request: pytest.FixtureRequest) -> Graph:
     changes, targets = request.param
-    return simplify(layer.joint(tiny.model(**changes), tiny.recipe(targets=targets), query_rows=5))
+    return simplify(layer.joint(tiny.model(**changes), tiny.recipe(targets=targets), tiny.CUT))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_forward_knows_nothing_of_gradients(joint: Graph, halves: Halves) -> Non
 @pytest.mark.parametrize(("changes", "targets"), LAYERS)
 def test_frozen_weights_cause_no_gradient_work(changes: dict[str, Any], targets: tuple[str, ...]) -> None:
     model, recipe = tiny.model(**changes), tiny.recipe(targets=targets)
-    graph = simplify(layer.joint(model, recipe, query_rows=5))
+    graph = simplify(layer.joint(model, recipe, tiny.CUT))
     frozen = {t.shape for t in model.architecture.layer_tensors(model.config)}
     frozen |= {shape[::-1] for shape in frozen if len(shape) == 2}
     matrices = [n for n in graph.nodes if n.op == "aten.mm.default"]

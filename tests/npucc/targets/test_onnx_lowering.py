@@ -18,6 +18,7 @@ from npucc.graph.capture import capture
 from npucc.graph.interpret import interpret
 from npucc.numerics import sample_inputs
 from npucc.parts import Traced, samplers
+from npucc.passes import simplify
 from npucc.passes.canonicalize import canonicalize
 from npucc.targets import cpu
 from npucc.targets.onnx_lowering import _HANDLERS, OPSET, lower
@@ -41,7 +42,7 @@ def values(graph: Graph) -> list[torch.Tensor]:
 
 def run(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
     arrays = {value.name: tensor.numpy() for value, tensor in zip(graph.inputs, inputs, strict=True)}
-    return list(cpu.execute(lower(graph), arrays))
+    return list(cpu.execute(cpu.compile_part(graph), graph, arrays))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -63,7 +64,7 @@ def test_a_literal_tensor_is_what_it_says() -> None:
     kind = TensorType("f32", (2, 2))
     node = Node("c", "constant", ((1.0, 2.0, 3.0, 0.1),), (), kind)
     graph = Graph("g", (), (node,), (("y", "c"),))
-    (actual,) = cpu.execute(lower(graph), {})
+    (actual,) = cpu.execute(cpu.compile_part(graph), graph, {})
     assert actual.tolist() == [[1.0, 2.0], [3.0, float(np.float32(0.1))]]
 
 
@@ -90,6 +91,24 @@ def test_outputs_may_be_inputs_constants_and_each_other() -> None:
     ]
 
 
+def test_bf16_is_moved_and_converted() -> None:
+    """Tables of weights lie in bf16; a check hands it over as f32 that bf16 can hold, and gets it back like that."""
+
+    def function(table: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        picked = table.index_select(0, rows)
+        return [picked, picked.to(torch.float32) + 1, x.to(torch.bfloat16).t()]
+
+    kinds = {"table": TensorType("bf16", (4, 3)), "rows": TensorType("i32", (2,)), "x": TensorType("f32", (2, 3))}
+    graph = simplify(capture("g", function, kinds, ["picked", "widened", "narrow"]))
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(4, 3, generator=generator).to(torch.bfloat16)
+    rows, x = torch.tensor([3, 1], dtype=torch.int32), torch.randn(2, 3, generator=generator)
+    actual = run(graph, [table.to(torch.float32), rows, x])
+    expected = [result.to(torch.float32) for result in function(table, rows, x)]
+    assert [array.dtype for array in actual] == [np.float32] * 3
+    assert all(np.array_equal(array, tensor.numpy()) for array, tensor in zip(actual, expected, strict=True))
+
+
 def test_unknown_operators_are_all_named() -> None:
     kinds = {"x": TensorType("f32", (2, 3))}
     graph = capture("g", lambda x: [torch.erf(x), torch.atan(x), torch.exp(x)], kinds, ["a", "b", "c"])
@@ -107,7 +126,7 @@ def test_unknown_operators_are_all_named() -> None:
         (lambda x: torch.roll(x, 1), "roll"),
         (lambda x: x.argmax(), "argmax"),
         (lambda x: x.index_add(0, torch.zeros(1, dtype=torch.int32), x[:1]), "index_add"),
-        (lambda x: x.to(torch.bfloat16), "dtype bf16"),
+        (lambda x: x.to(torch.bfloat16) * 2, "arithmetic in bf16"),
     ],
 )
 def test_forms_without_a_counterpart_are_refused_by_name(function: Function, named: str) -> None:
@@ -150,7 +169,7 @@ def test_every_part_computes_its_graph(traced: Traced) -> None:
     inputs = samplers(traced)
     for spec in traced.parts.values():
         arrays = sample_inputs(spec.graph, inputs)
-        actual = cpu.execute(lower(spec.graph), arrays)
+        actual = cpu.execute(cpu.compile_part(spec.graph), spec.graph, arrays)
         tensors = [torch.from_numpy(arrays[value.name]) for value in spec.graph.inputs]
         for array, expected in zip(actual, interpret(spec.graph, tensors, widen=False), strict=True):
             torch.testing.assert_close(torch.from_numpy(array), expected, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,7 @@ def test_a_target_is_found_by_name() -> None:
 def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="unknown target 'tpu'") as caught:
         find("tpu")
-    assert caught.value.remedy == "targets of this release: cpu"
+    assert caught.value.remedy == "targets of this release: cpu, rngd"
 
 
 def test_the_toolchain_names_what_can_change_the_bytes() -> None:
@@ -32,5 +32,5 @@ def test_a_part_runs_by_the_names_of_its_inputs() -> None:
     kind = TensorType("f32", (2,))
     graph = capture("minus", lambda x, y: [x - y], {"x": kind, "y": kind}, ["z"])
     one, three = np.full(2, 1, np.float32), np.full(2, 3, np.float32)
-    (difference,) = cpu.execute(cpu.compile_part(graph), {"y": one, "x": three})
+    (difference,) = cpu.execute(cpu.compile_part(graph), graph, {"y": one, "x": three})
     assert difference.tolist() == [2.0, 2.0]

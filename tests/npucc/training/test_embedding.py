@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from npucc.training.embedding import MASKED, embed, tables
-from tests.npucc.tiny import evaluate, model
+from tests.npucc.tiny import CUT, evaluate, model
 
 
 def mask_of(segments: list[int], positions: list[int] | None = None, window: int | None = None) -> list[str]:
@@ -15,7 +15,7 @@ def mask_of(segments: list[int], positions: list[int] | None = None, window: int
         "positions": torch.tensor(places, dtype=torch.int32),
         "segments": torch.tensor(segments, dtype=torch.int32),
     }
-    mask = evaluate(tables(config, len(segments)), inputs)["mask"]
+    mask = evaluate(tables(config, len(segments), CUT), inputs)["mask"]
     assert set(mask.flatten().tolist()) <= {0.0, MASKED}
     return ["".join("." if seen else "x" for seen in row) for row in (mask == 0).tolist()]
 
@@ -45,7 +45,7 @@ def test_the_masked_value_survives_half_precision() -> None:
 
 def test_tokens_become_rows_of_the_table() -> None:
     config = model().config
-    graph = embed(config, 4)
+    graph = embed(config, 4, CUT)
     table = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.float64)
     tokens = torch.tensor([60, 0, 3, 3], dtype=torch.int32)
     assert torch.equal(evaluate(graph, {"tokens": tokens, "table": table})["x"], table[[60, 0, 3, 3]])

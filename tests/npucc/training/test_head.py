@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npubundle.model_config import ModelConfig
+from npucc.errors import InternalError
 from npucc.graph import Graph
 from npucc.models.layers import rms_norm
 from npucc.training import head
 from npucc.training.head import HeadShape
-from tests.npucc.tiny import SEQ_LEN, evaluate, model
+from tests.npucc.tiny import CUT, SEQ_LEN, evaluate, model
 
 Tensor = torch.Tensor
 #: (vocabulary, widest slice): one slice, slices that divide the vocabulary, slices that do not, slices of one token.
@@ -76,17 +78,25 @@ def part(b: Batch, trace: Callable[..., Graph], *width: int) -> Graph:
     """A part of the head, traced once for all batches of one shape."""
     key = (trace.__name__, b.config.vocab_size, b.shape, width)
     if key not in _TRACED:
-        _TRACED[key] = trace(b.config, b.shape, *width)
+        cut = () if trace.__name__.startswith("reference") else (CUT,)
+        _TRACED[key] = trace(b.config, b.shape, *cut, *width)
     return _TRACED[key]
+
+
+def label_rows(b: Batch, block: int) -> Tensor:
+    """The rows of the output matrix that belong to the labels of a block."""
+    return evaluate(head.label_rows(b.config, b.shape, "f32"), {"labels": b.labels, "table": b.matrix})["label_rows"][
+        block
+    ]
 
 
 def online(b: Batch, block: int) -> dict[str, Tensor]:
     """Losses and gradient rows of a block, by the parts of the training program."""
-    mine = {"h": b.h, "norm": b.norm, "rows": b.rows[block], "labels": b.labels[block], "weights": b.weights[block]}
-    values = mine | evaluate(part(b, head.begin), mine)
+    mine = {"h": b.h, "norm": b.norm, "rows": b.rows[block], "weights": b.weights[block]}
+    values = mine | evaluate(part(b, head.begin), mine) | {"label_rows": label_rows(b, block)}
     for number in range(len(b.shape.slices)):
-        weight, start, width = b.slice(number)
-        results = evaluate(part(b, head.slice_step, width), values | {"weight": weight, "start": start})
+        weight, _, width = b.slice(number)
+        results = evaluate(part(b, head.slice_step, width), values | {"weight": weight})
         values |= {name.removeprefix("new_"): value for name, value in results.items()}
     return evaluate(part(b, head.finish), values)
 
@@ -94,8 +104,7 @@ def online(b: Batch, block: int) -> dict[str, Tensor]:
 def two_passes(b: Batch, block: int) -> dict[str, Tensor]:
     """The same by the parts of the reference program."""
     mine = {"h": b.h, "norm": b.norm, "rows": b.rows[block], "labels": b.labels[block], "weights": b.weights[block]}
-    begun = evaluate(part(b, head.begin), mine)
-    values = mine | {"x": begun["x"], "lse": begun["top"], "label_logit": begun["total"], "dx": begun["mixed"]}
+    values = mine | evaluate(part(b, head.reference_begin), mine)
     for number in range(len(b.shape.slices)):
         weight, _, width = b.slice(number)
         values["lse"] = evaluate(part(b, head.reference_lse, width), values | {"weight": weight})["new_lse"]
@@ -146,6 +155,46 @@ def test_loss_and_gradient_are_those_of_cross_entropy(
 @pytest.mark.parametrize("stale", [0.0, float("nan"), float("inf"), float("-inf")])
 def test_unused_rows_count_for_nothing_whatever_they_hold(supervised: int, stale: float) -> None:
     assert_right(batch(61, 25, supervised), online, stale)
+
+
+def apart(b: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss and gradient as a target with memory of its own computes them, and what `places` told it."""
+    cut = dataclasses.replace(CUT, own_memory=True)
+    found = online(b, 0)
+    placed = evaluate(head.places(b.shape), {"rows": b.rows, "weights": b.weights})
+    values = {"losses": found["losses"][None], "d_rows": found["d_rows"][None]} | placed
+    ended = evaluate(head.end(b.config, b.shape, cut), values)
+    return ended["loss_sum"], ended["dh"], placed
+
+
+@pytest.mark.parametrize("supervised", [0, 1, 5, 13, SEQ_LEN])
+def test_places_put_gradients_where_the_product_puts_them(supervised: int) -> None:
+    b = batch(61, 25, supervised, block=SEQ_LEN)
+    loss, gradient, placed = apart(b)
+    assert placed["slots"].dtype == torch.int32
+    named = b.rows.flatten()[:supervised].tolist()
+    assert placed["used"].tolist() == [float(position in named) for position in range(SEQ_LEN)]
+    assert all(placed["slots"][position] == slot for slot, position in enumerate(named))
+    assert all(0 <= slot < b.shape.rows for slot in placed["slots"].tolist())
+    for found, expected in zip((loss, gradient), loss_and_gradient(b, online), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_places_know_position_zero_from_padding() -> None:
+    b = batch(61, 25, supervised=3, block=SEQ_LEN)
+    for rows in ([5, 0, 2], [5, 1, 2]):  # padding points at row 0 in both
+        b.rows[0, :3] = torch.tensor(rows, dtype=torch.int32)
+        _, gradient, placed = apart(b)
+        assert placed["used"][0].item() == float(0 in rows)
+        assert gradient[0].any().item() == (0 in rows)
+        torch.testing.assert_close(gradient, loss_and_gradient(b, online)[1], rtol=1e-12, atol=1e-13)
+
+
+def test_a_target_with_memory_of_its_own_takes_one_block() -> None:
+    b = batch(61, 25)
+    assert b.shape.blocks > 1
+    with pytest.raises(InternalError, match="one block"):
+        head.end(b.config, b.shape, dataclasses.replace(CUT, own_memory=True))
 
 
 def test_without_supervised_rows_loss_and_gradient_are_exactly_zero() -> None:
@@ -205,13 +254,13 @@ def test_slices_tile_the_vocabulary_and_blocks_hold_every_position(vocabulary: i
 
 
 def score(b: Batch, block: int) -> dict[str, Tensor]:
-    mine = {"h": b.h, "norm": b.norm, "rows": b.rows[block], "labels": b.labels[block]}
-    values = mine | evaluate(part(b, head.score_begin), mine)
+    mine = {"h": b.h, "norm": b.norm, "rows": b.rows[block]}
+    values = mine | evaluate(part(b, head.score_begin), mine) | {"label_rows": label_rows(b, block)}
     for number in range(len(b.shape.slices)):
         weight, start, width = b.slice(number)
         results = evaluate(part(b, head.score_slice, width), values | {"weight": weight, "start": start})
         values |= {name.removeprefix("new_"): value for name, value in results.items()}
-    return evaluate(head.score_finish(b.shape), values)
+    return evaluate(part(b, head.score_finish), values)
 
 
 @pytest.mark.parametrize(("vocabulary", "width"), VOCABULARIES)

@@ -5,6 +5,7 @@ import torch
 
 from npucc.passes import simplify
 from npucc.training.layer import adapters, gradient_name, joint
+from tests.npucc import tiny
 from tests.npucc.tiny import SEQ_LEN, causal_tables, evaluate, model, random_inputs, recipe
 
 
@@ -25,7 +26,7 @@ def test_adapters_come_in_the_order_of_the_block_with_peft_names() -> None:
 def test_a_branch_adds_the_scaled_product_of_its_matrices(target: str) -> None:
     """With W and A, B the layer does what it does with W + alpha/rank · B·A alone."""
     ours, settings = model(), recipe(targets=(target,), rank=4, alpha=6.0)
-    graph = simplify(joint(ours, settings, query_rows=5))
+    graph = simplify(joint(ours, settings, tiny.CUT))
     with_branch = random_inputs(graph, **causal_tables(SEQ_LEN, ours.config.head_dim))
     a, b = with_branch[f"{target}.lora_A"], with_branch[f"{target}.lora_B"]
     merged = with_branch | {target: with_branch[target] + 1.5 * b @ a, f"{target}.lora_B": torch.zeros_like(b)}
@@ -33,7 +34,7 @@ def test_a_branch_adds_the_scaled_product_of_its_matrices(target: str) -> None:
 
 
 def test_only_the_input_and_the_branches_have_gradients() -> None:
-    graph = joint(model(), recipe(targets=("k", "up")), query_rows=5)
+    graph = joint(model(), recipe(targets=("k", "up")), tiny.CUT)
     names = ["k.lora_A", "k.lora_B", "up.lora_A", "up.lora_B"]
     assert [name for name, _ in graph.outputs] == ["y", "dx", *map(gradient_name, names)]
     types = dict(zip([name for name, _ in graph.outputs], graph.output_types, strict=True))
@@ -43,7 +44,7 @@ def test_only_the_input_and_the_branches_have_gradients() -> None:
 
 def test_gradients_are_slopes() -> None:
     """Central differences of dy·y along a random direction."""
-    graph = simplify(joint(model(), recipe(), query_rows=5))
+    graph = simplify(joint(model(), recipe(), tiny.CUT))
     inputs = {name: value * 0.3 for name, value in random_inputs(graph).items()} | causal_tables(SEQ_LEN, 4)
     found = evaluate(graph, inputs)
     generator = torch.Generator().manual_seed(3)

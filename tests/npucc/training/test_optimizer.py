@@ -55,6 +55,16 @@ def test_the_first_micro_step_overwrites_whatever_was_there() -> None:
         assert torch.equal(evaluate(accumulate(3), inputs)["new_grad"], new)
 
 
+def test_without_a_choice_finite_sums_are_the_same() -> None:
+    step = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
+    for old in (0.0, 7.0, -1e30):
+        for accumulated in (0.0, 1.0):
+            inputs = {"grad": torch.full_like(step, old), "step": step, "accumulate": scalar(accumulated)}
+            chosen = evaluate(accumulate(3), inputs)["new_grad"]
+            assert torch.equal(evaluate(accumulate(3, select=False), inputs)["new_grad"], chosen)
+    assert all(node.op != "aten.where.self" for node in accumulate(3, select=False).nodes)
+
+
 def test_later_micro_steps_add() -> None:
     old, new = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([10.0, 20.0], dtype=torch.float64)
     added = evaluate(accumulate(2), {"grad": old, "step": new, "accumulate": scalar(1.0)})["new_grad"]

@@ -1,0 +1,257 @@
+"""Cuts a graph into a sequence of parts, each an interval of its nodes in order.
+
+For targets whose compiler takes minutes over a whole layer, and hours over some. A part holds products with weights
+that are independent of one another, or batched products (attention), and the elementwise work around them: in that
+form vendors' compilers neither reorder products nor search long. Among all such cuts the one is taken that moves the
+fewest bytes between parts, with a launch worth `LAUNCH_BYTES`, and transposes activations in attention's parts, where
+it costs least: a shortest path over the places between nodes.
+
+Views, turned matrices and casts to a wider type never cross: the part that wants one makes it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from npucc.graph import Graph, Node, Ref, Value
+from npucc.passes.dead_code import remove_dead_code
+
+#: Bytes that may cross for one launch less.
+LAUNCH_BYTES = 1 << 20
+
+#: What it costs to transpose a byte of activations outside attention, in bytes that cross.
+TRANSPOSE = 8
+
+_REDUCTIONS = {"aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten._softmax.default"}
+_LAYOUTS = {"aten.view.default", "aten.permute.default", "aten._to_copy.default"}
+
+
+def cut_into_parts(
+    graph: Graph, weights: set[str], products: int, *, prefix: str, late: set[str] | None = None
+) -> list[Graph]:
+    """Parts in order of execution, named after the graph; `weights` are inputs that are matrices.
+
+    `products` is the most products with weights per part. Inputs and outputs keep their names; values that cross are
+    named `prefix` and a number. Values that do not depend on the inputs `late` are computed just before their first
+    use: in a backward graph, what forward computed already.
+    """
+    graph = _layouts_first(_as_late_as_possible(graph, late) if late else graph)
+    stops = _cheapest(graph, _marks(graph, weights), products)
+    parts = []
+    start = 0
+    for number, stop in enumerate(stops):
+        parts.append(_part(graph, start, stop, f"{graph.name}.{number}"))
+        start = stop
+    return _with_short_names(parts, {value: out for out, value in graph.outputs}, prefix)
+
+
+def _as_late_as_possible(graph: Graph, late: set[str]) -> Graph:
+    downstream = set(late)
+    for node in graph.nodes:
+        if any(name in downstream for name in node.refs()):
+            downstream.add(node.name)
+    placed: set[str] = set()
+    ordered: list[Node] = []
+
+    def place(node: Node) -> None:
+        for name in node.refs():
+            before = graph.producers.get(name)
+            if before is not None and before.name not in placed:
+                place(before)
+        placed.add(node.name)
+        ordered.append(node)
+
+    for node in graph.nodes:
+        if node.name in downstream:
+            place(node)
+    for name in (value for _, value in graph.outputs):
+        if name in graph.producers and name not in placed:
+            place(graph.producers[name])
+    return dataclasses.replace(graph, nodes=tuple(ordered))
+
+
+def _layouts_first(graph: Graph) -> Graph:
+    """Views and transposes directly after what they arrange, so that a cut may lie behind them."""
+    ordered: list[Node] = []
+    placed: set[str] = set()
+
+    def place(node: Node) -> None:
+        if node.name in placed:
+            return
+        placed.add(node.name)
+        ordered.append(node)
+        for user in graph.users[node.name]:
+            if user.op in {"aten.view.default", "aten.permute.default"}:
+                place(user)
+
+    for node in graph.nodes:
+        place(node)
+    return dataclasses.replace(graph, nodes=tuple(ordered))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What a cut has to know of a node: what kind it is, and the positions of products that it depends on."""
+
+    kind: str
+    products: frozenset[int]
+
+
+def _marks(graph: Graph, weights: set[str]) -> list[_Mark]:
+    """`weight`: a product with a weight; `batched`: a batched one; `rotation`; `reduction`; or empty."""
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    marks: list[_Mark] = []
+    for index, node in enumerate(graph.nodes):
+        above = [marks[position[name]] for name in node.refs() if name in position]
+        products = frozenset[int]().union(*(mark.products for mark in above))
+        kind = ""
+        roots = {_root(graph, name) for name in node.refs()}
+        if node.op == "aten.bmm.default":
+            kind = "batched"
+        elif node.op == "aten.mm.default" and roots & weights:
+            kind = "weight"
+        elif node.op == "aten.mm.default" and "swap" in roots:
+            kind = "rotation"
+        elif node.op in _REDUCTIONS:
+            kind = "reduction"
+        marks.append(_Mark(kind, products | {index} if kind in {"batched", "weight"} else products))
+    return marks
+
+
+def _root(graph: Graph, name: str) -> str:
+    node = graph.producers.get(name)
+    if node is not None and node.op in _LAYOUTS and isinstance(node.args[0], Ref):
+        return _root(graph, node.args[0].name)
+    return name
+
+
+def _fits(mark: _Mark, index: int, held: Mapping[str, set[int]]) -> bool:
+    """Whether a node may join what a part holds already.
+
+    Found by compiling: products with weights that feed one another, a reduction or a rotation of what the part's own
+    products made, and both kinds of products together take many minutes or fail.
+    """
+    upstream = mark.products - {index}
+    if mark.kind == "weight":
+        return not (held["batched"] or held["rotation"] or upstream & held["weight"])
+    if mark.kind == "batched":
+        return not held["weight"]
+    if mark.kind == "rotation":
+        return not held["weight"] and not upstream & held["batched"]
+    return mark.kind != "reduction" or not upstream & held["weight"]
+
+
+def _cheapest(graph: Graph, marks: Sequence[_Mark], products: int) -> list[int]:
+    """Ends of the parts: the cheapest way from the first node to the last."""
+    count = len(graph.nodes)
+    best = [0.0] + [math.inf] * count
+    before = [0] * (count + 1)
+    for start in range(count):
+        if math.isinf(best[start]):
+            continue
+        held: dict[str, set[int]] = {"batched": set(), "rotation": set(), "weight": set()}
+        for stop in range(start + 1, count + 1):
+            mark = marks[stop - 1]
+            if not _fits(mark, stop - 1, held):
+                break
+            if mark.kind in held:
+                held[mark.kind].add(stop - 1)
+            if len(held["weight"]) > products:
+                break
+            cost = best[start] + LAUNCH_BYTES + _crossing(graph, start, stop)
+            if not held["batched"]:
+                transposed = (node.type.nbytes for node in graph.nodes[start:stop] if _transposes(graph, node))
+                cost += TRANSPOSE * sum(transposed)
+            if cost < best[stop]:
+                best[stop], before[stop] = cost, start
+    stops = [count]
+    while before[stops[-1]]:
+        stops.append(before[stops[-1]])
+    return stops[::-1]
+
+
+def _crossing(graph: Graph, start: int, stop: int) -> int:
+    """Bytes that the nodes from `start` to `stop` hand to later ones, or read from earlier ones."""
+    inside = {node.name for node in graph.nodes[start:stop]}
+    part_outputs = _outputs(graph, stop, inside)
+    reads, _ = _needed(graph, graph.nodes[start:stop], inside)
+    return sum(graph.types[name].nbytes for name in (*part_outputs, *(r for r in reads if r in graph.producers)))
+
+
+def _transposes(graph: Graph, node: Node) -> bool:
+    """Whether this shuffles an activation of more than two axes."""
+    return node.op == "aten.permute.default" and len(node.type.shape) > 2 and _root(graph, node.name) in graph.producers
+
+
+def _is_transparent(graph: Graph, node: Node) -> bool:
+    operand = node.args[0] if node.args else None
+    if not isinstance(operand, Ref) or node.op not in _LAYOUTS:
+        return False
+    kind = graph.types[operand.name]
+    # What is made of an input by layout and casts alone is made again wherever it is wanted.
+    from_input = _root(graph, node.name) not in graph.producers
+    widens = node.op == "aten._to_copy.default" and kind.nbytes <= node.type.nbytes
+    turned = node.op == "aten.permute.default" and len(node.type.shape) == 2  # products read either way
+    return from_input or widens or turned or node.op == "aten.view.default"
+
+
+def _needed(graph: Graph, nodes: Iterable[Node], inside: set[str]) -> tuple[list[str], list[Node]]:
+    """Values that these nodes read from outside, and the nodes outside that are to be made again, in order."""
+    reads: dict[str, None] = {}
+    again: dict[str, Node] = {}
+
+    def want(name: str) -> None:
+        if name in inside or name in again:
+            return
+        node = graph.producers.get(name)
+        if node is not None and _is_transparent(graph, node):
+            for ref in node.refs():
+                want(ref)
+            again[name] = node
+        else:
+            reads[name] = None
+
+    for node in nodes:
+        for name in node.refs():
+            want(name)
+    return list(reads), list(again.values())
+
+
+def _outputs(graph: Graph, stop: int, inside: set[str]) -> list[str]:
+    """Values inside that nodes from `stop` on read, in order."""
+    later = graph.nodes[stop:]
+    reads, _ = _needed(graph, later, {node.name for node in later})
+    return [name for name in reads if name in inside]
+
+
+def _part(graph: Graph, start: int, stop: int, name: str) -> Graph:
+    nodes = graph.nodes[start:stop]
+    inside = {node.name for node in nodes}
+    reads, again = _needed(graph, nodes, inside)
+    declared = {value.name: value for value in graph.inputs}
+    inputs = [declared[n] if n in declared else Value(n, graph.types[n]) for n in reads]
+    named = {value: out for out, value in graph.outputs}
+    outputs = [(out, value) for out, value in graph.outputs if value in inside]
+    outputs += [(value, value) for value in _outputs(graph, stop, inside) if value not in named]
+    part = Graph(name, tuple(inputs), (*again, *nodes), tuple(outputs))
+    return remove_dead_code(part, drop_inputs=True)
+
+
+def _with_short_names(parts: Sequence[Graph], outputs: Mapping[str, str], prefix: str) -> list[Graph]:
+    """Every value that crosses is named as the output it is, and the others `prefix0, prefix1, …` in order."""
+    names = dict(outputs)
+    for part in parts:
+        for out, value in part.outputs:
+            if value not in names and out == value:
+                names[value] = f"{prefix}{len(names) - len(outputs)}"
+    renamed = []
+    for part in parts:
+        inputs = tuple(Value(names.get(v.name, v.name), v.type) for v in part.inputs)
+        swap = {v.name: names.get(v.name, v.name) for v in part.inputs}
+        nodes = tuple(node.mapped(lambda name, swap=swap: swap.get(name, name)) for node in part.nodes)  # type: ignore[misc]
+        outs = tuple((names.get(value, out) if out == value else out, value) for out, value in part.outputs)
+        renamed.append(dataclasses.replace(part, inputs=inputs, nodes=nodes, outputs=outs).renumbered())
+    return renamed

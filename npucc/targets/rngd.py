@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -91,7 +92,8 @@ class RngdTarget:
         self._pool: Pool | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._toolchain: dict[str, str] | None = None
-        self._count = 0
+        # Threads that compile meet at their first part: one of them makes the folder and the pool for all.
+        self._starting = threading.Lock()
 
     @property
     def CUT(self) -> CutPolicy:  # noqa: N802 -- a constant of other targets
@@ -192,20 +194,22 @@ class RngdTarget:
         return found
 
     def _workers(self) -> Pool:
-        if self._pool is None:
-            home = self._home()
-            command = Command(
-                [self._python(), "-I", str(_WORKER)],
-                {"fusion": self.fusion},
-                {**_ENVIRONMENT, "HOME": str(home), "TMPDIR": str(home)},
-            )
-            self._pool = Pool(command, self.jobs, home)
-        return self._pool
+        home = self._home()
+        with self._starting:
+            if self._pool is None:
+                command = Command(
+                    [self._python(), "-I", str(_WORKER)],
+                    {"fusion": self.fusion},
+                    {**_ENVIRONMENT, "HOME": str(home), "TMPDIR": str(home)},
+                )
+                self._pool = Pool(command, self.jobs, home)
+            return self._pool
 
     def _home(self) -> Path:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="npucc-rngd-", ignore_cleanup_errors=True)
-        return Path(self._folder.name)
+        with self._starting:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="npucc-rngd-", ignore_cleanup_errors=True)
+            return Path(self._folder.name)
 
     def _new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._home()))

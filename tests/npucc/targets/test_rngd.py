@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,6 +265,26 @@ def test_a_part_runs_in_the_executor(target: MakeTarget) -> None:
     found = target()
     (y,) = found.execute(CompiledPart(b"", b"graph"), identity(), {"x": x})
     assert np.array_equal(y, x)
+
+
+def test_threads_that_meet_at_their_first_part_share_folder_and_workers(
+    sdk: Sdk, target: MakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    class Slow(tempfile.TemporaryDirectory[str]):
+        def __init__(self, **options: Any) -> None:
+            time.sleep(0.2)  # all others arrive meanwhile
+            super().__init__(**options)
+            made.append(self.name)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Slow)
+    found, graph = target(jobs=2), identity()
+    with ThreadPoolExecutor(8) as threads:
+        parts = list(threads.map(lambda _: found.compile_part(graph), range(8)))
+    assert len(parts) == 8
+    assert len(made) == 1
+    assert len(sdk.greeted) <= 2
 
 
 def test_nothing_is_left_in_the_folder_of_the_workers(target: MakeTarget) -> None:

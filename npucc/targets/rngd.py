@@ -99,7 +99,7 @@ class RngdTarget:
     def CUT(self) -> CutPolicy:  # noqa: N802 -- a constant of other targets
         """Small parts, attention whole, the head's rows in one block."""
         return CutPolicy(
-            head_rows=1 << 20,
+            head_rows=None,
             head_slice=16384,
             query_rows=1 << 20,
             repeat_products_within=128,

@@ -17,7 +17,7 @@ from npucc.graph import Graph
 class CutPolicy:
     """How large things may be.
 
-    head_rows -- supervised rows per block of the head.
+    head_rows -- supervised rows per block of the head; None for one block that holds all.
     head_slice -- tokens of the vocabulary per slice of the head.
     query_rows -- rows of attention computed at a time.
     repeat_products_within -- backward computes batched products over at most so many terms again, and softmax with
@@ -29,7 +29,7 @@ class CutPolicy:
     own_memory -- the target has memory of its own: what picks rows of tables runs on the host, and its results move.
     """
 
-    head_rows: int
+    head_rows: int | None
     head_slice: int
     query_rows: int
     repeat_products_within: int

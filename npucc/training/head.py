@@ -48,13 +48,13 @@ class HeadShape:
         return -(-self.seq_len // self.rows)
 
 
-def head_shape(config: ModelConfig, seq_len: int, *, rows: int, slice_width: int) -> HeadShape:
-    """Blocks of at most `rows` rows, slices of at most `slice_width` columns, as equal as they can be."""
+def head_shape(config: ModelConfig, seq_len: int, *, rows: int | None, slice_width: int) -> HeadShape:
+    """Blocks of at most `rows` rows (None: one block), slices of at most `slice_width` columns, as equal as can be."""
     V = config.vocab_size
     count = -(-V // slice_width)
     width = -(-V // count)
     # Every block reads the whole matrix once more; one that is half empty computes for nothing. Two blocks are between.
-    rows = min(seq_len, rows, max(FEWEST_ROWS, seq_len // 2))
+    rows = seq_len if rows is None else min(seq_len, rows, max(FEWEST_ROWS, seq_len // 2))
     return HeadShape(seq_len, rows, tuple((start, min(start + width, V)) for start in range(0, V, width)))
 
 

@@ -253,6 +253,12 @@ def test_slices_tile_the_vocabulary_and_blocks_hold_every_position(vocabulary: i
     assert (shape.blocks - 1) * shape.rows < SEQ_LEN <= shape.blocks * shape.rows
 
 
+@pytest.mark.parametrize("seq_len", [2, 128, 256, 512, 1000])
+def test_a_target_may_have_all_rows_in_one_block(seq_len: int) -> None:
+    shape = head.head_shape(model().config, seq_len, rows=None, slice_width=25)
+    assert (shape.blocks, shape.rows) == (1, seq_len)
+
+
 def score(b: Batch, block: int) -> dict[str, Tensor]:
     mine = {"h": b.h, "norm": b.norm, "rows": b.rows[block]}
     values = mine | evaluate(part(b, head.score_begin), mine) | {"label_rows": label_rows(b, block)}

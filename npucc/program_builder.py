@@ -9,6 +9,7 @@ from functools import cached_property
 from npubundle.liveness import planned
 from npubundle.program import Buffer, Call, Init, Instruction, Move, Operand, Program, Repeat, Role, Source, Space
 from npubundle.tensor import TensorType
+from npucc.graph import Graph
 from npucc.parts import Traced
 from npucc.training.layer import adapters, gradient_name
 
@@ -139,7 +140,7 @@ class _Builder:
         blocks: int | None = None,
     ) -> Call:
         """A call; results that do not exist yet become activations, with an axis of `blocks` where they are `x[]`."""
-        for text, kind in zip(results, self.traced.parts[part].graph.output_types, strict=True):
+        for text, kind in zip(results, self._graph(part).output_types, strict=True):
             operand = Operand.from_str(text)
             if operand.buffer not in self.buffers:
                 shape = (blocks, *kind.shape) if operand.indexed and blocks else kind.shape
@@ -149,7 +150,7 @@ class _Builder:
     def _layer_args(self, part: str, index: int, values: Mapping[str, str]) -> list[str]:
         """The arguments of a layer's part: what `values` says, else this layer's weights and LoRA matrices."""
         args = []
-        for value in self.traced.parts[part].graph.inputs:
+        for value in self._graph(part).inputs:
             if value.name in values:
                 args.append(values[value.name])
             else:
@@ -184,9 +185,7 @@ class _Builder:
         for index in reversed(range(self.layers)):
             names = {"x": f"h.{index}", "dy": f"dh.{index + 1}", "dx": f"dh.{index}"} | self._tables("")
             if not self._saves(index) and "layer.backward" not in self.traced.stages:
-                # The last part only makes the layer's output, which is there already.
-                again = self.traced.stages["layer.forward.save"][:-1]
-                yield from self._stages(again, index, names, f"{index}.")
+                yield from self._stages(self._computed_again, index, names, f"{index}.")
             for adapter in adapters(self.traced.model, self.traced.recipe):
                 names |= {gradient_name(name): f"grad_step.{index}.{name}" for name, _, _ in adapter.matrices}
             backward = self._pass("layer.backward", saves=self._saves(index), first=index == 0)
@@ -201,17 +200,35 @@ class _Builder:
     def _stages(self, parts: Iterable[str], index: int, names: Mapping[str, str], place: str) -> Iterable[Instruction]:
         """Calls of one layer's parts, in order. Values without a name of their own are activations at `place`."""
         for part in parts:
-            graph = self.traced.parts[part].graph
+            graph = self._graph(part)
             made = {name: names.get(name, place + name) for name, _ in graph.outputs}
             values = dict(names)
             values |= {v.name: place + v.name for v in graph.inputs if v.name in self.passed and v.name not in names}
             yield self.call(part, self._layer_args(part, index, values), list(made.values()), layer=index)
 
     @cached_property
+    def _computed_again(self) -> tuple[str, ...]:
+        """The parts of a layer's forward pass that make what its backward pass reads, in order.
+
+        The last one is left out where it only makes the layer's output, which is there already.
+        """
+        wanted = {v.name for part in self.traced.stages["layer.backward.save"] for v in self._graph(part).inputs}
+        again: list[str] = []
+        for part in reversed(self.traced.stages["layer.forward.save"]):
+            graph = self._graph(part)
+            if wanted & {name for name, _ in graph.outputs}:
+                again.insert(0, part)
+                wanted |= {v.name for v in graph.inputs}
+        return tuple(again)
+
+    def _graph(self, part: str) -> Graph:
+        return self.traced.parts[part].graph
+
+    @cached_property
     def passed(self) -> set[str]:
         """Values that one part of a layer hands to another."""
         stages = self.traced.stages.values()
-        return {out for parts in stages for part in parts for out, _ in self.traced.parts[part].graph.outputs}
+        return {out for parts in stages for part in parts for out, _ in self._graph(part).outputs}
 
     def _repeat(self, body: Iterable[Call]) -> Repeat:
         return Repeat("blocks", self.traced.head.blocks, tuple(body))
@@ -309,7 +326,7 @@ class _Builder:
             names = {"dx": f"dh.{index}"}
             for adapter in adapters(self.traced.model, self.traced.recipe):
                 names |= {gradient_name(name): f"grad_step.{index}.{name}" for name, _, _ in adapter.matrices}
-            results = [names[output] for output, _ in self.traced.parts[part].graph.outputs]
+            results = [names[output] for output, _ in self._graph(part).outputs]
             instructions.append(self.call(part, self._layer_args(part, index, values), results, layer=index))
         instructions.append(self.call("reference.accumulate", ["grad", "grad_step", "accumulate"], ["grad"]))
         return self._program({"micro_step": tuple(instructions)}, [""])
@@ -380,7 +397,7 @@ class _DeviceBuilder(_Builder):
         begin: list[Instruction] = []
         for part, args, results in calls:
             on_host = [f"host.{name}" for name in results]
-            for host, name, kind in zip(on_host, results, self.traced.parts[part].graph.output_types, strict=True):
+            for host, name, kind in zip(on_host, results, self._graph(part).output_types, strict=True):
                 self._add(Buffer(host, kind, "activation", space="host"))
                 self._add(Buffer(name, kind, "activation"))
             operands = tuple(map(Operand.from_str, args)), tuple(map(Operand.from_str, on_host))

@@ -1,4 +1,4 @@
-"""Executes a program with PyTorch, its activations in one real arena: what a program means, without a runtime."""
+"""Executes a program with PyTorch, its activations in one real arena per space: what a program means, without a runtime."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from npubundle.program import Buffer, Call, Operand, Program, Repeat
+from npubundle.program import SPACES, Buffer, Call, Move, Operand, Program, Repeat, Space
 from npucc.graph import Graph
 from npucc.graph.capture import DTYPES
 from npucc.graph.interpret import interpret
@@ -16,15 +16,16 @@ from npucc.parts import Traced
 class ProgramInterpreter:
     """Memory of a program and the phases that run on it, in the dtypes that the program declares.
 
-    Nothing is initialised but what is set: floating-point buffers start as NaN, and the arena is filled with NaN before
+    Nothing is initialised but what is set: floating-point buffers start as NaN, and arenas are filled with NaN before
     every phase, so that whatever is read too early or overwritten too soon spoils the results.
     """
 
     def __init__(self, program: Program, traced: Traced) -> None:
         self.program = program
+        self.head = traced.head
         self.parts: dict[str, Graph] = {name: spec.graph for name, spec in traced.parts.items()}
         self.memory: dict[str, torch.Tensor] = {}
-        self.arena = torch.empty(0, dtype=torch.uint8)
+        self.arenas: dict[Space, torch.Tensor] = {}
         for buffer in program.buffers.values():
             if buffer.view_of is None and buffer.role != "activation":
                 poison = float("nan") if buffer.type.dtype == "f32" else -1
@@ -54,12 +55,13 @@ class ProgramInterpreter:
 
     def _activation(self, buffer: Buffer) -> torch.Tensor:
         assert buffer.arena_offset is not None
-        raw = self.arena[buffer.arena_offset : buffer.arena_offset + buffer.type.nbytes]
+        raw = self.arenas[buffer.space][buffer.arena_offset : buffer.arena_offset + buffer.type.nbytes]
         return raw.view(DTYPES[buffer.type.dtype]).view(buffer.type.shape)
 
     def run(self, phase: str) -> None:
         """Execute the instructions of a phase in the order of the list."""
-        self.arena = torch.full((self.program.arena[phase],), 0xFF, dtype=torch.uint8)
+        for space in SPACES:
+            self.arenas[space] = torch.full((self.program.arenas(space).get(phase, 0),), 0xFF, dtype=torch.uint8)
         for instruction in self.program.phases[phase]:
             if isinstance(instruction, Repeat):
                 rounds = int(self[instruction.count])
@@ -67,11 +69,15 @@ class ProgramInterpreter:
                 for index in range(rounds):
                     for call in instruction.body:
                         self._call(call, index)
+            elif isinstance(instruction, Move):
+                assert self.program.root(instruction.source).space != self.program.root(instruction.target).space
+                self[instruction.target].copy_(self[instruction.source])
             else:
-                assert isinstance(instruction, Call), "programs of one memory move nothing"
                 self._call(instruction, None)
 
     def _call(self, call: Call, index: int | None) -> None:
+        space = "host" if call.queue == "host" else "device"
+        assert {self.program.root(o.buffer).space for o in (*call.args, *call.results)} == {space}, call.part
         results = interpret(self.parts[call.part], self._operands(call.args, index), widen=False)
         for place, result in zip(self._operands(call.results, index), results, strict=True):
             assert place.dtype == result.dtype

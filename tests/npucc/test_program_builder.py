@@ -17,7 +17,8 @@ from npubundle.recipe import Activations
 from npucc.build import saved_layers
 from npucc.parts import Traced, trace
 from npucc.program_builder import reference_program, training_program
-from npucc.targets import cpu
+from npucc.targets import CutPolicy, cpu
+from npucc.training.head import HeadShape
 from npucc.training.layer import gradient_name
 from tests.npubundle.programs import part
 from tests.npucc.program_interpreter import ProgramInterpreter
@@ -26,6 +27,8 @@ from tests.npucc.transformers_models import pair
 
 LAYERS = 3
 TARGETS = ("q", "v", "down")
+#: Small parts, all rows of the head in one block, and what is picked by index on the host. Exact, in f32.
+DEVICE = replace(CUT, head_rows=None, query_rows=SEQ_LEN, swap=True, products_per_part=3, own_memory=True)
 Tensor = torch.Tensor
 
 
@@ -41,6 +44,8 @@ class Setup:
         machine = ProgramInterpreter(program, self.traced)
         machine.load(self.theirs.state_dict())
         machine.set(lora=self.lora)
+        if self.traced.cut.own_memory:  # its parts multiply by 0 what was there before
+            machine.set(grad=0.0)
         return machine
 
     def logits(self, lora: Tensor, tokens: Tensor) -> Tensor:
@@ -62,9 +67,9 @@ def _view(program: Program, flat: Tensor, name: str) -> Tensor:
     return flat[buffer.view_offset : buffer.view_offset + buffer.type.elements].view(buffer.type.shape)
 
 
-def _setup(*, tied: bool) -> Setup:
+def _setup(*, tied: bool, cut: CutPolicy = CUT) -> Setup:
     ours, theirs = pair(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
-    traced = trace(ours, recipe(targets=TARGETS, logits=True), CUT)
+    traced = trace(ours, recipe(targets=TARGETS, logits=True), cut)
     generator = torch.Generator().manual_seed(1)
     return Setup(traced, theirs, torch.randn(traced.trained, generator=generator) * 0.2)
 
@@ -74,9 +79,10 @@ def tied() -> Setup:
     return _setup(tied=True)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied", "device", "untied-device"])
 def setup(request: pytest.FixtureRequest, tied: Setup) -> Setup:
-    return tied if request.param else _setup(tied=False)
+    cut = DEVICE if "device" in request.param else CUT
+    return tied if request.param == "tied" else _setup(tied="untied" not in request.param, cut=cut)
 
 
 @dataclass(frozen=True)
@@ -90,16 +96,17 @@ class Sequence:
     def labels(self) -> Tensor:
         return (self.tokens[self.rows] * 3 + 1) % 61
 
-    def inputs(self) -> dict[str, Tensor]:
+    def inputs(self, head: HeadShape) -> dict[str, Tensor]:
         """What a runtime sets before a micro-step: rows in blocks, padded with zeros."""
-        places, used = 18, len(self.rows)
+        shape, used = (head.blocks, head.rows), len(self.rows)
+        places = head.blocks * head.rows
         padded = {name: torch.zeros(places, dtype=torch.int32) for name in ("rows", "labels")}
         padded["rows"][:used], padded["labels"][:used] = self.rows, self.labels
         weights = (torch.arange(places) < used).float()
         return {
             "tokens": self.tokens, "positions": torch.arange(SEQ_LEN), "segments": torch.ones(SEQ_LEN),
-            "rows": padded["rows"].view(3, 6), "labels": padded["labels"].view(3, 6), "weights": weights.view(3, 6),
-            "blocks": torch.tensor(max(1, -(-used // 6))),
+            "rows": padded["rows"].view(shape), "labels": padded["labels"].view(shape), "weights": weights.view(shape),
+            "blocks": torch.tensor(max(1, -(-used // head.rows))),
         }  # fmt: skip
 
 
@@ -120,7 +127,7 @@ def expected_gradient(setup: Setup, *sequences: Sequence) -> tuple[list[float], 
 def step(machine: ProgramInterpreter, *sequences: Sequence) -> list[float]:
     losses = []
     for number, sequence in enumerate(sequences):
-        machine.set(**sequence.inputs(), accumulate=float(number > 0))
+        machine.set(**sequence.inputs(machine.head), accumulate=float(number > 0))
         machine.run("micro_step")
         losses.append(machine["loss_sum"].item())
     return losses
@@ -181,7 +188,7 @@ def test_an_update_is_a_clipped_step_of_adamw(tied: Setup) -> None:
 @pytest.mark.parametrize("saved", [0, LAYERS])
 def test_evaluation_scores_the_labels(setup: Setup, saved: int) -> None:
     machine = setup.interpreter(training_program(setup.traced, saved))
-    machine.set(**FIRST.inputs())
+    machine.set(**FIRST.inputs(machine.head))
     machine.run("evaluate")
     expected = torch.log_softmax(setup.logits(setup.lora, FIRST.tokens)[FIRST.rows], -1)
     used = len(FIRST.rows)
@@ -192,9 +199,10 @@ def test_evaluation_scores_the_labels(setup: Setup, saved: int) -> None:
 
 def test_logits_are_those_of_transformers(setup: Setup) -> None:
     machine = setup.interpreter(training_program(setup.traced, 1))
-    machine.set(**FIRST.inputs())
+    machine.set(**FIRST.inputs(machine.head))
     machine.run("logits")
-    expected = setup.logits(setup.lora, FIRST.tokens)[FIRST.rows[:6]]
+    rows = FIRST.inputs(machine.head)["rows"][0]
+    expected = setup.logits(setup.lora, FIRST.tokens)[rows]
     torch.testing.assert_close(machine["logits"].t(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What tests of all packages share: the one real model."""
+"""What tests of all packages share: the one real model, and the environment of RNGD's toolchain."""
 
 from __future__ import annotations
 
@@ -20,3 +20,16 @@ def smollm2_dir() -> Path:
     if made.returncode != 0:
         pytest.fail(f"the test model cannot be made:\n{made.stderr}")
     return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def rngd_python() -> str:
+    """The Python of RNGD's toolchain, whose environment is made on the first use; a test that needs it fails without.
+
+    Making it takes minutes: tests that ask for it need a longer time limit.
+    """
+    tool = ROOT / "tools" / "rngd_environment.py"
+    made = subprocess.run([sys.executable, tool], check=False, capture_output=True, text=True, timeout=1400)
+    if made.returncode != 0:
+        pytest.fail(f"the RNGD environment cannot be made:\n{made.stderr}")
+    return made.stdout.strip()

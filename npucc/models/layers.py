@@ -18,7 +18,31 @@ MAX_BLOCKS = 8
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019), in the dtype of x."""
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+    found: tuple[torch.Tensor, torch.Tensor] = _RmsNorm.apply(x, weight.to(x.dtype), eps)  # type: ignore[no-untyped-call]
+    return found[0]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With n the inverse of the root, g = d·w and H columns: g·n - x·n³·Σ(g·x)/H, a fourth less than step by step."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        inverse = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+        return x * inverse * weight, inverse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        x, weight, _ = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, weight, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, d: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        g = d * weight
+        correction = (g * x).sum(-1, keepdim=True) * (inverse * inverse * inverse / x.shape[-1])
+        rows = (d * x * inverse).reshape(-1, x.shape[-1])
+        return g * inverse - x * correction, rows.sum(0), None
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import os
 import resource
 import shutil
 import sys
+import threading
 import time
 import traceback
 from functools import reduce
@@ -33,11 +34,19 @@ def main() -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     first = json.loads(sys.stdin.readline())
     worker = Worker(int(first["fusion"]))
     print(json.dumps({"ok": worker.versions()}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it is gone: a compilation notices nothing for minutes."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 class Worker:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.e2e.bundles import Built, Workshop, run
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--seq-len", "32", "--rank", "8", "--targets", "q,v")
 # Parts of the vendor's compiler take from seconds to minutes each.
 pytestmark = pytest.mark.timeout(2400)
-
-
-@pytest.fixture(scope="module")
-def rngd_python() -> str:
-    """The Python of the toolchain's environment; a test that needs it fails without it."""
-    tool = [sys.executable, str(ROOT / "tools" / "rngd_environment.py")]
-    made = subprocess.run(tool, check=False, capture_output=True, text=True, timeout=1400)
-    assert made.returncode == 0, made.stderr
-    return str(made.stdout).strip()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Executes a program with PyTorch, its activations in one real arena per space: what a program means, without a runtime."""
+"""Executes a program with PyTorch, activations in one real arena per space: what a program means, without a runtime."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,11 @@ from npucc.graph.capture import capture
 from npucc.passes import simplify
 from npucc.workers.pool import Command, Pool
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(npucc.workers.__file__).parent / "rngd.py"
 OPTIONS = {"tactic_hint": "ForLlmModelComputeBound"}
 
 # Making the environment, the first time, takes minutes.
 pytestmark = pytest.mark.timeout(1500)
-
-
-@pytest.fixture(scope="session")
-def rngd_python() -> str:
-    """The Python of the toolchain's environment, made on the first use; a test that needs it fails without it."""
-    tool = ROOT / "tools" / "rngd_environment.py"
-    made = subprocess.run([sys.executable, tool], check=False, capture_output=True, text=True, timeout=1400)
-    if made.returncode != 0:
-        pytest.fail(f"the RNGD environment cannot be made:\n{made.stderr}")
-    return made.stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +104,45 @@ def test_an_output_that_is_an_input_is_refused(pool: Pool, tmp_path: Path) -> No
     graph = simplify(capture("pass", lambda x, y: [x + y, x], {"x": kind, "y": kind}, ["sum", "same"]))
     answer = ask(pool, "compile", graph, tmp_path)
     assert "an output of the part is an input of it" in answer["text"]
+
+
+STARTER = """
+import json, subprocess, sys, time
+worker = subprocess.Popen([sys.argv[1], "-I", sys.argv[2]], stdin=subprocess.PIPE, start_new_session=True)
+print(worker.pid, flush=True)
+worker.stdin.write(b'{"fusion": 1}\\n' + sys.argv[3].encode() + b"\\n")
+worker.stdin.flush()
+time.sleep(600)
+"""
+
+
+def test_a_worker_at_work_ends_with_the_process_that_started_it(rngd_python: str, tmp_path: Path) -> None:
+    """Though it is killed, and the worker is in the middle of a compilation."""
+    size = TensorType("bf16", (2048, 2048))
+    big = simplify(capture("big", lambda x, w: [x @ w], {"x": size, "w": size}, ["y"]))
+    (tmp_path / "graph.json").write_bytes(big.encode())
+    out = tmp_path / "out"
+    out.mkdir()
+    request = {"do": "compile", "graph": str(tmp_path / "graph.json"), "out": str(out), "options": {}}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, rngd_python, str(SCRIPT), json.dumps(request)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert starter.stdout is not None
+    worker = int(starter.stdout.readline())
+    try:
+        wait_until((out / "sdk").exists, 120)
+    finally:
+        starter.kill()
+        starter.wait()
+        starter.stdout.close()
+    assert not (out / "part.bin").exists()
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), 30)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    """Fail unless it holds within so many seconds."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.1)

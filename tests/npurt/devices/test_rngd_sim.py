@@ -23,7 +23,6 @@ from npurt.devices import open_device
 from npurt.devices.rngd_sim import GRAPH_MEDIA_TYPE, RngdSimDevice
 from npurt.errors import DeviceError
 
-ROOT = Path(__file__).resolve().parents[3]
 DIGEST = "sha256:" + "0" * 64
 
 
@@ -143,12 +142,7 @@ def test_without_the_vendors_kit_the_device_says_where_to_run(monkeypatch: pytes
 
 
 @pytest.mark.timeout(1500)  # making the environment, the first time, takes minutes
-def test_the_real_executor_computes_a_part(tmp_path: Path) -> None:
-    made = subprocess.run(
-        [sys.executable, ROOT / "tools" / "rngd_environment.py"],
-        check=False, capture_output=True, text=True, timeout=1400,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+def test_the_real_executor_computes_a_part(rngd_python: str, tmp_path: Path) -> None:
     program = """
         import numpy as np, torch
         from ml_dtypes import bfloat16
@@ -189,7 +183,7 @@ def test_the_real_executor_computes_a_part(tmp_path: Path) -> None:
             print(type(error).__name__, error)
     """
     done = subprocess.run(
-        [made.stdout.strip(), "-c", textwrap.dedent(program)],
+        [rngd_python, "-c", textwrap.dedent(program)],
         check=False, capture_output=True, text=True, timeout=300, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

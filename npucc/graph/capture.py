@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from npubundle.tensor import TensorType
 from npucc.errors import InternalError
 from npucc.graph.graph import CONSTANT, Arg, Graph, Node, Ref, Value
+from npucc.graph.sources import source_of, with_sources
 
 DTYPES = {
     "f32": torch.float32,
@@ -69,7 +70,7 @@ def capture(
     types = dict(inputs) | {n: TensorType("f32", a.shape) for n, a in constants.items()}
     with FakeTensorMode():
         samples = [torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in types.values()]
-        module = make_fx(function, decomposition_table=_DECOMPOSED)(*samples)
+        module = make_fx(with_sources(function), decomposition_table=_DECOMPOSED)(*samples)
     placeholders = iter(types.items())
     names: dict[torch.fx.Node, str] = {}
     literals: list[Node] = []
@@ -100,7 +101,7 @@ def _node(node: torch.fx.Node, names: Mapping[torch.fx.Node, str]) -> Node:
         raise InternalError(f"operator {node.target} has more than one output")
     arg = _arg_reader(names)
     kwargs = tuple((key, arg(value)) for key, value in sorted(node.kwargs.items()) if key not in _PLACEMENT)
-    return Node(names[node], str(node.target), tuple(map(arg, node.args)), kwargs, _type(result))
+    return Node(names[node], str(node.target), tuple(map(arg, node.args)), kwargs, _type(result), source_of(node))
 
 
 #: Keyword arguments that say where a tensor is, or how it lies in memory; canonical graphs have no such notions.

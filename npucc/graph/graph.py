@@ -41,13 +41,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`name = op(*args, **kwargs)`, of type `type`. Keyword arguments are sorted by name."""
+    """`name = op(*args, **kwargs)`, of type `type`. Keyword arguments are sorted by name.
+
+    `source` is the line that it comes from, for people: graphs that differ in it alone are equal and have equal bytes.
+    """
 
     name: str
     op: str
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
     type: TensorType
+    source: str = dataclasses.field(default="", compare=False)
 
     def refs(self) -> Iterator[str]:
         """Names of the values this node reads, in order, repeats included."""
@@ -145,7 +149,8 @@ class Graph:
         lines.append("):")
         for node in self.nodes:
             args = [_text(a) for a in node.args] + [f"{k}={_text(a)}" for k, a in node.kwargs]
-            lines.append(f"    {node.name}: {node.type} = {node.op}({', '.join(args)})")
+            source = f"  # {node.source}" if node.source else ""
+            lines.append(f"    {node.name}: {node.type} = {node.op}({', '.join(args)}){source}")
         lines.append("    return " + ", ".join(f"{out}={value}" for out, value in self.outputs))
         return "\n".join(lines) + "\n"
 

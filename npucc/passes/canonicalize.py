@@ -115,7 +115,7 @@ def _without_alpha(node: Node, types: Types) -> Replacement:
     if not isinstance(second, Ref):
         raise InternalError(f"{node.op} of a literal with alpha {alpha!r}")
     kind = TensorType(node.type.dtype, types[second.name].shape)
-    scaled = Node(f"{node.name}_scaled", "aten.mul.Tensor", (second, alpha), (), kind)
+    scaled = Node(f"{node.name}_scaled", "aten.mul.Tensor", (second, alpha), (), kind, node.source)
     return [scaled, dataclasses.replace(plain, args=(node.args[0], Ref(scaled.name)))]
 
 

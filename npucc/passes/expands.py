@@ -41,10 +41,13 @@ def drop_expands(graph: Graph) -> Graph:
         shape = broadcast([types[arg.name].shape for arg in args if isinstance(arg, Ref)])
         if shape == node.type.shape:
             return [dataclasses.replace(node, args=args)]
-        small = Node(f"{node.name}_small", node.op, args, node.kwargs, TensorType(node.type.dtype, shape))
+        small = Node(f"{node.name}_small", node.op, args, node.kwargs, TensorType(node.type.dtype, shape), node.source)
         types[small.name] = small.type
         expanded[node.name] = (Ref(small.name), small.type)
-        return [small, Node(node.name, "aten.expand.default", (Ref(small.name), node.type.shape), (), node.type)]
+        return [
+            small,
+            Node(node.name, "aten.expand.default", (Ref(small.name), node.type.shape), (), node.type, node.source),
+        ]
 
     return rewrite(graph, rule)
 

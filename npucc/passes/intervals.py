@@ -22,11 +22,14 @@ from npucc.passes.dead_code import remove_dead_code
 #: Bytes that may cross for one launch less.
 LAUNCH_BYTES = 1 << 20
 
+#: Gradients of matrices that one part may hold.
+GRADIENTS = 6
+
 #: What it costs to transpose a byte of activations outside attention, in bytes that cross.
 TRANSPOSE = 8
 
 _REDUCTIONS = {"aten.mean.dim", "aten.amax.default", "aten._softmax.default"}
-_KINDS = ("batched", "reduction", "rotation", "sum", "weight")
+_KINDS = ("adapter", "batched", "gradient", "reduction", "rotation", "sum", "weight")
 _LAYOUTS = {"aten.view.default", "aten.permute.default", "aten._to_copy.default"}
 
 
@@ -39,7 +42,10 @@ def cut_into_parts(
     named `prefix` and a number. Values that do not depend on the inputs `late` are computed just before their first
     use: in a backward graph, what forward computed already.
     """
-    graph = _layouts_first(_as_late_as_possible(graph, late) if late else graph)
+    if late:
+        gradients = {node.name for node in graph.nodes if _kind(graph, node, weights) == "gradient"}
+        graph = _as_late_as_possible(graph, late, gradients)
+    graph = _layouts_first(graph)
     stops = _cheapest(graph, _marks(graph, weights), products)
     parts = []
     start = 0
@@ -49,29 +55,36 @@ def cut_into_parts(
     return _with_short_names(parts, {value: out for out, value in graph.outputs}, prefix)
 
 
-def _as_late_as_possible(graph: Graph, late: set[str]) -> Graph:
-    downstream = set(late)
-    for node in graph.nodes:
-        if any(name in downstream for name in node.refs()):
-            downstream.add(node.name)
+def _as_late_as_possible(graph: Graph, late: set[str], last: set[str]) -> Graph:
+    """What does not depend on `late` before its first use, and what depends on the values `last` at the end."""
+    downstream, ending = _downstream(graph, late), _downstream(graph, last)
     placed: set[str] = set()
     ordered: list[Node] = []
 
-    def place(node: Node) -> None:
-        for name in node.refs():
-            before = graph.producers.get(name)
-            if before is not None and before.name not in placed:
-                place(before)
-        placed.add(node.name)
+    def place(name: str) -> None:
+        node = graph.producers.get(name)
+        if node is None or name in placed:
+            return
+        for ref in node.refs():
+            place(ref)
+        placed.add(name)
         ordered.append(node)
 
-    for node in graph.nodes:
-        if node.name in downstream:
-            place(node)
-    for name in (value for _, value in graph.outputs):
-        if name in graph.producers and name not in placed:
-            place(graph.producers[name])
+    names = [node.name for node in graph.nodes if node.name in downstream]
+    for name in [n for n in names if n not in ending] + [n for n in names if n in ending]:
+        place(name)
+    for _, value in graph.outputs:
+        place(value)
     return dataclasses.replace(graph, nodes=tuple(ordered))
+
+
+def _downstream(graph: Graph, values: set[str]) -> set[str]:
+    """These values, and all that depend on them."""
+    found = set(values)
+    for node in graph.nodes:
+        if found.intersection(node.refs()):
+            found.add(node.name)
+    return found
 
 
 def _layouts_first(graph: Graph) -> Graph:
@@ -102,26 +115,33 @@ class _Mark:
 
 
 def _marks(graph: Graph, weights: set[str]) -> list[_Mark]:
-    """`weight`: a product with a weight; `batched`: a batched one; `rotation`; `sum`; other `reduction`; or empty."""
+    """Of every node, in order.
+
+    Products are `weight` (with a weight), `adapter` (with a LoRA matrix), `rotation`, `batched`, or the `gradient` of a
+    matrix, of two activations; then there are `sum` and other `reduction`.
+    """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     marks: list[_Mark] = []
     for node in graph.nodes:
         before = [position[name] for name in node.refs() if name in position]
         above = frozenset[int]().union(*(marks[p].above | ({p} if marks[p].kind else set()) for p in before))
-        kind = ""
-        roots = {_root(graph, name) for name in node.refs()}
-        if node.op == "aten.bmm.default":
-            kind = "batched"
-        elif node.op == "aten.mm.default" and roots & weights:
-            kind = "weight"
-        elif node.op == "aten.mm.default" and "swap" in roots:
-            kind = "rotation"
-        elif node.op == "aten.sum.dim_IntList":
-            kind = "sum"
-        elif node.op in _REDUCTIONS:
-            kind = "reduction"
-        marks.append(_Mark(kind, above))
+        marks.append(_Mark(_kind(graph, node, weights), above))
     return marks
+
+
+def _kind(graph: Graph, node: Node, weights: set[str]) -> str:
+    if node.op == "aten.mm.default":
+        roots = {_root(graph, name) for name in node.refs()}
+        if roots & weights:
+            return "weight"
+        if "swap" in roots:
+            return "rotation"
+        return "adapter" if any(".lora_" in root for root in roots) else "gradient"
+    if node.op == "aten.bmm.default":
+        return "batched"
+    if node.op == "aten.sum.dim_IntList":
+        return "sum"
+    return "reduction" if node.op in _REDUCTIONS else ""
 
 
 def _root(graph: Graph, name: str) -> str:
@@ -136,14 +156,21 @@ def _fits(mark: _Mark, held: Mapping[str, set[int]]) -> bool:
 
     Found by compiling: products with weights that feed one another, a reduction or a rotation of what the part's own
     products made, and both kinds of products together take many minutes or fail. A product of what the gradient of a
-    norm gives takes five times as long as both apart, and gains nothing.
+    norm gives takes five times as long as both apart, and gains nothing. So do gradients of matrices beside products
+    with weights.
     """
     if mark.kind == "weight":
-        return not (held["batched"] or held["rotation"] or mark.above & (held["weight"] | held["sum"]))
+        apart = held["batched"] or held["rotation"] or held["gradient"]
+        return not (apart or mark.above & (held["weight"] | held["sum"]))
     if mark.kind == "batched":
-        return not held["weight"]
+        return not (held["weight"] or held["gradient"])
     if mark.kind == "rotation":
-        return not held["weight"] and not mark.above & held["batched"]
+        return not (held["weight"] or held["gradient"] or mark.above & held["batched"])
+    if mark.kind == "gradient":
+        apart = held["batched"] or held["rotation"] or held["sum"] or held["weight"]
+        return not apart and len(held["gradient"]) < GRADIENTS
+    if mark.kind == "sum" and held["gradient"]:
+        return False
     return mark.kind not in {"reduction", "sum"} or not mark.above & held["weight"]
 
 

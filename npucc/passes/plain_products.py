@@ -23,14 +23,21 @@ def plain_products(graph: Graph) -> Graph:
             raise TypeError(f"{node.op} of a literal")
         kind = types[ref.name]
         shape = (1, *kind.shape)
-        return Node(f"{node.name}_operand{index}", "aten.view.default", (ref, shape), (), TensorType(kind.dtype, shape))
+        return Node(
+            f"{node.name}_operand{index}",
+            "aten.view.default",
+            (ref, shape),
+            (),
+            TensorType(kind.dtype, shape),
+            node.source,
+        )
 
     def rule(node: Node) -> Replacement:
         if node.op != "aten.mm.default":
             return [node]
         a, b = batched(node, 0), batched(node, 1)
         kind = TensorType(node.type.dtype, (1, *node.type.shape))
-        product = Node(f"{node.name}_product", "aten.bmm.default", (Ref(a.name), Ref(b.name)), (), kind)
+        product = Node(f"{node.name}_product", "aten.bmm.default", (Ref(a.name), Ref(b.name)), (), kind, node.source)
         view = dataclasses.replace(node, op="aten.view.default", args=(Ref(product.name), node.type.shape))
         return [a, b, product, view]
 

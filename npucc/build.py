@@ -30,9 +30,6 @@ from npucc.program_builder import reference_program, training_program
 from npucc.progress import Progress
 from npucc.targets import Target, find
 
-#: Media type of a part's graph as its compiler imported it, which runs in that compiler's executor.
-GRAPHS = "application/vnd.npucc.graph.v1+furiosa-dfg"
-
 #: Annotation of a layer: the names of the parts or the program in it.
 NAME_ANNOTATION = "dev.npucc.name"
 
@@ -82,16 +79,14 @@ def lower(model: Model, recipe: Recipe, target: Target) -> Lowered:
     saved = saved_layers(traced, target)
     programs = {"train": training_program(traced, saved), "reference": reference_program(traced)}
     names = sorted({name for program in programs.values() for name in program.parts()})
-    toolchain = target.toolchain()
     on_host = {
         call.part for p in programs.values() for phase in p.phases for call in p.calls(phase) if call.queue == "host"
     }
+    toolchains = {each.NAME: each.toolchain() for each in (target, *([host_target()] if on_host else ()))}
     identities = {}
     for name in names:
-        graph = traced.parts[name].graph
-        chosen = host_target() if name in on_host else target
-        own = host_target().toolchain() if name in on_host else toolchain
-        identities[name] = Identity.of(name, graph, chosen.NAME, chosen.options(graph), own)
+        graph, chosen = traced.parts[name].graph, host_target() if name in on_host else target
+        identities[name] = Identity.of(name, graph, chosen.NAME, chosen.options(graph), toolchains[chosen.NAME])
     return Lowered(traced, target, programs, identities, _memory(programs["train"], saved), frozenset(on_host))
 
 
@@ -256,11 +251,16 @@ def part_of(spec: PartSpec, lowered: Lowered, entry: Entry) -> Part:
         media_type=target.MEDIA_TYPE,
         requires=target.requirements(),
         numerics=Numerics(target.BOUND, "pass"),
-        graph=None
-        if entry.part.graph is None
-        else PartGraph(sha256_of(entry.part.graph), len(entry.part.graph), GRAPHS),
+        graph=_graph_of(entry, target),
         estimate=entry.part.estimate,
     )
+
+
+def _graph_of(entry: Entry, target: Target) -> PartGraph | None:
+    raw = entry.part.graph
+    if raw is None or target.GRAPH_MEDIA_TYPE is None:
+        return None
+    return PartGraph(sha256_of(raw), len(raw), target.GRAPH_MEDIA_TYPE)
 
 
 def _layers(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[str, bytes]) -> Sequence[NewLayer]:
@@ -268,9 +268,10 @@ def _layers(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[st
     layers = [NewLayer(program_json.MEDIA_TYPE, raw, {NAME_ANNOTATION: role}) for role, raw in sorted(programs.items())]
     names: dict[tuple[str, bytes], list[str]] = {}
     for name in sorted(entries):
-        names.setdefault((lowered.target_of(name).MEDIA_TYPE, entries[name].payload), []).append(name)
-        if (graph := entries[name].part.graph) is not None:
-            names.setdefault((GRAPHS, graph), []).append(name)
+        target, part = lowered.target_of(name), entries[name].part
+        names.setdefault((target.MEDIA_TYPE, part.payload), []).append(name)
+        if part.graph is not None and target.GRAPH_MEDIA_TYPE is not None:
+            names.setdefault((target.GRAPH_MEDIA_TYPE, part.graph), []).append(name)
     for (media_type, blob), parts in names.items():
         layers.append(NewLayer(media_type, blob, {NAME_ANNOTATION: ",".join(parts)}))
     return layers
@@ -312,6 +313,5 @@ def build(  # noqa: PLR0913 -- what a user may choose, by keyword and with a def
     except MemoryError:
         raise ResourceError("out of memory", remedy="use a host with more memory") from None
     if not graphs:
-        bare = {name: dataclasses.replace(entry.part, graph=None) for name, entry in entries.items()}
-        entries = {name: dataclasses.replace(entry, part=bare[name]) for name, entry in entries.items()}
+        entries = {name: entry.without_graph() for name, entry in entries.items()}
     return assemble(lowered, entries, compiled, name=name, signer=signer)

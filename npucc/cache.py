@@ -7,6 +7,7 @@ no half entry; its digest is checked whenever it is read, and an entry that does
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -81,6 +82,10 @@ class Entry:
         """The part's own bytes."""
         return self.part.payload
 
+    def without_graph(self) -> Entry:
+        """For a bundle that leaves out what only checks and simulations need."""
+        return dataclasses.replace(self, part=dataclasses.replace(self.part, graph=None))
+
 
 class Cache:
     """A folder of entries, `parts/ab/ab12….part`."""
@@ -128,7 +133,7 @@ class Cache:
             "blobs": [sha256_of(blob) for blob in blobs],
             "size": len(entry.payload),
             "estimate": [estimate.cycles, estimate.peak_power, estimate.memory] if estimate else None,
-            "measured": [[m.output, m.relative, m.absolute] for m in entry.measured],
+            "measured": [[m.output, m.relative, m.absolute, m.cosine] for m in entry.measured],
         }
         with replacing(path) as file:
             file.write(canonical.encode(header) + b"\n" + b"".join(blobs))
@@ -166,7 +171,7 @@ def _header(raw: bytes) -> dict[str, Any] | None:
         header = json.loads(raw)
         well_formed = (
             isinstance(header["identity"], dict)
-            and all(len(row) == len(("o", "r", "a")) for row in header["measured"])
+            and all(len(row) == len(("o", "r", "a", "c")) for row in header["measured"])
             and isinstance(header["blobs"], list)
             and isinstance(header["size"], int)
             and (header["estimate"] is None or len(header["estimate"]) == len(("c", "p", "m")))

@@ -8,6 +8,7 @@ bound.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from npucc.graph import Graph, Value
 from npucc.targets import CompiledPart, Target
 
 #: Raise it whenever the check asks for more than before: entries of a cache are then checked again.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 
 Array = npt.NDArray[Any]
 #: Makes one input of a part: its type and a generator that depends on the part and the input's name.
@@ -30,15 +31,24 @@ Sampler = Callable[[TensorType, np.random.Generator], Array]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Errors of one output: relative in the Euclidean norm, and the largest absolute one."""
+    """Errors of one output: relative in the Euclidean norm, the largest absolute one, and the cosine with float64.
+
+    Integers that differ have an infinite error.
+    """
 
     output: str
     relative: float
     absolute: float
+    cosine: float
+
+    def within(self, bound: float) -> bool:
+        """Whether the relative error is at most `bound`. A NaN is not."""
+        return self.relative <= bound
 
 
 _PIECE = 4_194_301
 #: NumPy's names of dtypes, and ours.
+_WHOLE = {"i32", "i64", "bool"}
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
 
 
@@ -99,6 +109,22 @@ def _rounded(values: Array) -> Array:
 
 def measure(graph: Graph, part: CompiledPart, target: Target, samplers: Mapping[str, Sampler]) -> list[Measured]:
     """Run the part and its float64 reference. Raises NumericsError where they differ by more than the bound."""
+    found = errors(graph, part, target, samplers)
+    for error, kind in zip(found, graph.output_types, strict=True):
+        if not error.within(target.BOUND):
+            where = f"part {graph.name}, output {error.output}"
+            remedy = (
+                f"the part is not fit for training; `npucc diagnose --part {graph.name}` finds the first wrong node"
+            )
+            if kind.dtype in _WHOLE:
+                raise NumericsError("integers differ from the reference", where=where, remedy=remedy)
+            by = f"{error.relative:.3g} (relative, bound {target.BOUND:.3g})"
+            raise NumericsError(f"differs from the float64 reference by {by}", where=where, remedy=remedy)
+    return found
+
+
+def errors(graph: Graph, part: CompiledPart, target: Target, samplers: Mapping[str, Sampler]) -> list[Measured]:
+    """Run the part and its float64 reference, and compare. Raises NumericsError for results of another type."""
     import torch
 
     from npucc.graph.interpret import interpret
@@ -113,28 +139,23 @@ def measure(graph: Graph, part: CompiledPart, target: Target, samplers: Mapping[
     measured = []
     for (name, _), kind, result, reference in zip(graph.outputs, graph.output_types, results, references, strict=True):
         where = f"part {graph.name}, output {name}"
-        measured.append(_compare(where, Value(name, kind), np.asarray(result), reference.numpy(), target.BOUND))
+        measured.append(_compared(where, Value(name, kind), np.asarray(result), reference.numpy()))
     return measured
 
 
-def _compare(where: str, output: Value, result: Array, reference: Array, bound: float) -> Measured:
+def _compared(where: str, output: Value, result: Array, reference: Array) -> Measured:
     found = f"{_DTYPES.get(result.dtype.name, result.dtype.name)}[{','.join(map(str, result.shape))}]"
     if found != str(output.type).replace("bf16", "f32"):
         raise NumericsError(f"is {found}, the graph says {output.type}", where=where)
     if not np.issubdtype(reference.dtype, np.floating):
-        if not np.array_equal(result, reference):
-            raise NumericsError("integers differ from the reference", where=where)
-        return Measured(output.name, 0.0, 0.0)
-    difference = result.astype(np.float64) - reference
-    size = float(np.linalg.norm(reference))
+        same = np.array_equal(result, reference)
+        return Measured(output.name, 0.0, 0.0, 1.0) if same else Measured(output.name, math.inf, math.inf, 0.0)
+    exact = result.astype(np.float64)
+    difference = exact - reference
+    size, length = float(np.linalg.norm(reference)), float(np.linalg.norm(exact))
     absolute = float(np.abs(difference).max(initial=0.0))
     error = float(np.linalg.norm(difference))
     relative = error / size if size > 0 else error
-    if not relative <= bound:  # also true for NaN
-        raise NumericsError(
-            f"differs from the float64 reference by {relative:.3g} (relative, bound {bound:.3g})",
-            where=where,
-            remedy="report this with the output of `npucc build --dump DIR`; the part is not fit for training",
-        )
-    # Three digits: more would differ between two runs on one machine with another number of threads.
-    return Measured(output.name, float(f"{relative:.2e}"), float(f"{absolute:.2e}"))
+    cosine = float(np.vdot(exact, reference)) / (size * length) if size > 0 and length > 0 else float(size == length)
+    # Few digits: more would differ between two runs on one machine with another number of threads.
+    return Measured(output.name, float(f"{relative:.2e}"), float(f"{absolute:.2e}"), float(f"{cosine:.6g}"))

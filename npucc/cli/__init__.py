@@ -15,7 +15,7 @@ from types import FrameType
 import typer
 
 from npubundle.errors import Error, ExitCode
-from npucc.cli import build, inspect, keygen, plan, verify
+from npucc.cli import build, diagnose, inspect, keygen, plan, verify
 from npucc.cli.options import version_option
 from npucc.errors import InternalError, ResourceError, UsageError
 
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.callback()(version_option)
 app.command("build")(build.build)
 app.command("plan")(plan.plan)
+app.command("diagnose")(diagnose.diagnose)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("keygen")(keygen.keygen)

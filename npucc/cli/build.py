@@ -13,24 +13,12 @@ import typer
 from npubundle import container
 from npubundle.keys import PrivateKey, exposure
 from npucc.cli import options as o
+from npucc.cli.request import Request, asks_for_a_step
 
 
+@asks_for_a_step
 def build(
-    model: o.ModelOption = None,
-    recipe: o.RecipeOption = None,
-    target: o.TargetOption = None,
-    mode: o.ModeOption = None,
-    rank: o.RankOption = None,
-    alpha: o.AlphaOption = None,
-    targets: o.TargetsOption = None,
-    seq_len: o.SeqLenOption = None,
-    activations: o.ActivationsOption = None,
-    memory_budget: o.BudgetOption = None,
-    logits: o.LogitsOption = False,
-    ignore_config_key: o.IgnoreOption = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="The bundle's name.  [default: made from the recipe]")
-    ] = None,
+    request: Request,
     key: Annotated[Path | None, typer.Option("--key", metavar="KEY", help="Private key to sign with.")] = None,
     output: Annotated[
         Path | None,
@@ -41,10 +29,6 @@ def build(
     dump: Annotated[
         Path | None, typer.Option("--dump", metavar="DIR", help="Write every stage as text and ONNX.")
     ] = None,
-    fusion: o.FusionOption = None,
-    max_mm: o.MaxProductsOption = None,
-    tactic: o.TacticOption = None,
-    max_shapes: o.MaxShapesOption = None,
     jobs: o.JobsOption = 1,
     graphs: Annotated[
         bool, typer.Option("--graphs/--no-graphs", help="rngd: keep the graphs that rngd-sim and checks run.")
@@ -55,11 +39,6 @@ def build(
 ) -> None:
     """Compile a training step into a bundle, check every part, and sign it."""
     started = time.monotonic()
-    flags = {
-        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets,
-        "seq_len": seq_len, "activations": activations, "memory_budget": memory_budget, "logits": logits, "name": name,
-    }  # fmt: skip
-    wanted = o.build_options(recipe, flags, ignore_config_key)
     # Before the long work: a wrong passphrase or a missing folder should not cost an hour.
     signer = PrivateKey.load(key) if key else None
     if output:
@@ -67,10 +46,7 @@ def build(
 
     from npucc import build as builder
     from npucc.dump import write_dump
-    from npucc.hub import config_path
-    from npucc.models.config_reader import read_model
     from npucc.progress import Progress
-    from npucc.targets import find
 
     show = Progress(progress.value)
     if key and (warning := exposure(key)):
@@ -79,15 +55,15 @@ def build(
         show.note(
             "warning: without --key the bundle is unsigned, and a device host refuses it under the default policy"
         )
-    chosen = find(wanted.target, o.target_options(fusion, jobs, max_mm, tactic, max_shapes))
+    chosen = request.target(jobs)
     try:
         result = builder.build(
-            read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys),
-            wanted.recipe,
+            request.model(),
+            request.what.recipe,
             chosen,
             o.cache(cache_dir),
             show,
-            name=wanted.name,
+            name=request.what.name,
             signer=signer,
             graphs=graphs,
             on_lowered=partial(write_dump, dump) if dump else None,

@@ -23,7 +23,6 @@ from npucc.errors import UsageError
 
 if TYPE_CHECKING:  # it brings NumPy, which `--help` does not need
     from npucc.cache import Cache
-    from npucc.targets import TargetOptions
 
 #: `npucc.cache` reads it as well.
 CACHE_VARIABLE = "NPUCC_CACHE"
@@ -267,15 +266,6 @@ def estimate_lines(found: Mapping[str, Any] | None) -> list[str]:
         f"           device memory {show_size(found['device_memory'])}",
         f"           ({found['label']})",
     ]
-
-
-def target_options(
-    fusion: int | None, jobs: int, max_products: int | None, tactic: str | None, max_shapes: int | None
-) -> TargetOptions:
-    """What a target is told, from flags."""
-    from npucc.targets import TargetOptions
-
-    return TargetOptions(fusion, jobs, max_products, tactic, max_shapes)
 
 
 def cache(folder: Path | None) -> Cache:

@@ -8,46 +8,22 @@ from typing import Any
 import typer
 
 from npucc.cli import options as o
+from npucc.cli.request import Request, asks_for_a_step
 
 
+@asks_for_a_step
 def plan(
-    model: o.ModelOption = None,
-    recipe: o.RecipeOption = None,
-    target: o.TargetOption = None,
-    mode: o.ModeOption = None,
-    rank: o.RankOption = None,
-    alpha: o.AlphaOption = None,
-    targets: o.TargetsOption = None,
-    seq_len: o.SeqLenOption = None,
-    activations: o.ActivationsOption = None,
-    memory_budget: o.BudgetOption = None,
-    logits: o.LogitsOption = False,
-    ignore_config_key: o.IgnoreOption = None,
-    fusion: o.FusionOption = None,
-    max_mm: o.MaxProductsOption = None,
-    tactic: o.TacticOption = None,
-    max_shapes: o.MaxShapesOption = None,
+    request: Request,
     cache_dir: o.CacheOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Say what a build would do: parts, memory, cache hits and why a miss. Compiles nothing."""
-    flags = {
-        "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets,
-        "seq_len": seq_len, "activations": activations, "memory_budget": memory_budget, "logits": logits,
-    }  # fmt: skip
-    wanted = o.build_options(recipe, flags, ignore_config_key)
-
     from npucc import build as builder
-    from npucc.hub import config_path
-    from npucc.models.config_reader import read_model
-    from npucc.targets import find
 
-    chosen = find(wanted.target, o.target_options(fusion, 1, max_mm, tactic, max_shapes))
+    chosen = request.target()
     try:
-        lowered = builder.lower(
-            read_model(config_path(wanted.model), ignore_keys=wanted.ignore_keys), wanted.recipe, chosen
-        )
-        document = describe(lowered, o.cache(cache_dir), wanted.recipe.memory_budget or chosen.MEMORY)
+        lowered = builder.lower(request.model(), request.what.recipe, chosen)
+        document = describe(lowered, o.cache(cache_dir), request.what.recipe.memory_budget or chosen.MEMORY)
     finally:
         chosen.close()
     typer.echo(json.dumps(document, indent=2) if as_json else as_text(document))

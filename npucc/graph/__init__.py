@@ -1,5 +1,5 @@
 """The canonical graph: our own small, stable form of an ATen graph."""
 
-from npucc.graph.graph import Arg, Graph, Node, Ref, Value
+from npucc.graph.graph import Arg, Graph, Node, Ref, Value, described
 
-__all__ = ["Arg", "Graph", "Node", "Ref", "Value"]
+__all__ = ["Arg", "Graph", "Node", "Ref", "Value", "described"]

@@ -155,6 +155,11 @@ class Graph:
         return "\n".join(lines) + "\n"
 
 
+def described(node: Node) -> str:
+    """A node for an error: its operator, its type, and the line that it comes from."""
+    return f"{node.name} = {node.op} {node.type}" + (f" ({node.source})" if node.source else "")
+
+
 def _refs(arg: Arg) -> Iterator[str]:
     if isinstance(arg, Ref):
         yield arg.name

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,16 @@ from npubundle import canonical
 from npubundle.digest import sha256_of
 from npubundle.part import Estimate
 from npucc.errors import CompilerError, ResourceError, UnsupportedOperatorError
-from npucc.graph import Graph
+from npucc.graph import Graph, described
 from npucc.targets.target import CompiledPart, CutPolicy
 from npucc.workers.pool import Command, Pool
 
 NAME = "rngd"
 MEDIA_TYPE = "application/vnd.npucc.part.v1+furiosa-rngd"
-GRAPH_MEDIA_TYPE = "application/vnd.npucc.graph.v1+furiosa-dfg"
+GRAPH_MEDIA_TYPES = {
+    "imported": "application/vnd.npucc.graph.v1+furiosa-dfg",
+    "lowered": "application/vnd.npucc.graph.v1+furiosa-lowered-dfg",
+}
 ENVIRONMENT_VARIABLE = "NPUCC_RNGD_PYTHON"
 
 #: Processing elements of a card that a program uses: 8 are the whole card.
@@ -72,12 +75,17 @@ class Tactics:
 
 @dataclass
 class RngdTarget:
-    """Compiles for `fusion` processing elements in at most `jobs` processes at once."""
+    """Compiles for `fusion` processing elements in at most `jobs` processes at once.
+
+    `verify` is the form of graph that is checked and kept: as the compiler `imported` it, or `lowered`, which models
+    the device's casts, takes as long as the compilation, and runs a hundred times slower.
+    """
 
     fusion: int = 8
     jobs: int = 1
     tactics: Tactics = field(default_factory=Tactics)
     max_products: int = 3
+    verify: str = "imported"
     python: str | None = None
 
     NAME = NAME
@@ -109,6 +117,11 @@ class RngdTarget:
             own_memory=True,
         )
 
+    @property
+    def GRAPH_MEDIA_TYPE(self) -> str:  # noqa: N802 -- a constant of other targets
+        """Of the graphs beside the programs."""
+        return GRAPH_MEDIA_TYPES[self.verify]
+
     def toolchain(self) -> dict[str, str]:
         """Versions of the SDK, its compiler and torch, of the cross compiler and binutils.
 
@@ -122,7 +135,8 @@ class RngdTarget:
     def options(self, graph: Graph) -> dict[str, str]:
         """What else than graph and toolchain decides a part's bytes."""
         del graph
-        return {"fusion": str(self.fusion), **self.tactics.to_dict()}
+        form = {} if self.verify == "imported" else {"graph": self.verify}
+        return {"fusion": str(self.fusion), **self.tactics.to_dict(), **form}
 
     def bundle_options(self) -> dict[str, str]:
         """What a runtime has to know of the whole bundle."""
@@ -134,29 +148,43 @@ class RngdTarget:
         return {name: toolchain[name] for name in ("furiosa-torch", "furiosa-compiler")} | {"fusion": str(self.fusion)}
 
     def compile_part(self, graph: Graph) -> CompiledPart:
-        """The program, the imported graph, and the estimate.
+        """The program, the graph in the form that is verified, and the estimate.
 
         Raises `UnsupportedOperatorError` for a graph that the compiler does not take, `ResourceError` for a toolchain
         that does not work, `WorkerFailedError` for a worker that died twice.
         """
-        folder = self._new_folder()
-        try:
-            (folder / "graph.json").write_bytes(graph.encode())
-            request = {"do": "compile", "graph": str(folder / "graph.json"), "out": str(folder)}
-            answer = self._workers().ask(request | {"options": self.tactics.request()}, about=f"part {graph.name}")
-            if "ok" not in answer:
-                raise _refusal(graph, answer)
+        with self._folder_for(graph) as folder:
+            self._ask_about(graph, "compile", folder)
             summary = json.loads((folder / "summary.json").read_bytes())
             return CompiledPart(
                 (folder / "part.bin").read_bytes(), (folder / "part.dfg").read_bytes(), estimate_of(summary)
             )
+
+    def imported(self, graph: Graph) -> CompiledPart:
+        """What `execute` runs, without a program."""
+        with self._folder_for(graph) as folder:
+            self._ask_about(graph, "import", folder)
+            return CompiledPart(b"", (folder / "part.dfg").read_bytes())
+
+    def _ask_about(self, graph: Graph, what: str, folder: Path) -> None:
+        request = {"do": what, "graph": str(folder / "graph.json"), "out": str(folder), "form": self.verify}
+        answer = self._workers().ask(request | {"options": self.tactics.request()}, about=f"part {graph.name}")
+        if "ok" not in answer:
+            raise _refusal(graph, answer)
+
+    @contextmanager
+    def _folder_for(self, graph: Graph) -> Iterator[Path]:
+        """A folder for one request, with the graph in it."""
+        folder = Path(tempfile.mkdtemp(dir=self._home()))
+        try:
+            (folder / "graph.json").write_bytes(graph.encode())
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def execute(self, part: CompiledPart, graph: Graph, inputs: Mapping[str, npt.NDArray[Any]]) -> Sequence[Any]:
         """Run the imported graph in the SDK's executor: the graph's meaning to the compiler, not the card's casts."""
-        folder = self._new_folder()
-        try:
+        with self._folder_for(graph) as folder:
             (folder / "part.dfg").write_bytes(part.graph or b"")
             given, wanted = [], []
             for index, value in enumerate(graph.inputs):
@@ -172,8 +200,6 @@ class RngdTarget:
                     remedy="report this with the output of `npucc build --dump DIR`",
                 )
             return [np.load(name) for _, name in wanted]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """End the workers, also those at work."""
@@ -210,9 +236,6 @@ class RngdTarget:
             if self._folder is None:
                 self._folder = tempfile.TemporaryDirectory(prefix="npucc-rngd-", ignore_cleanup_errors=True)
             return Path(self._folder.name)
-
-    def _new_folder(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self._home()))
 
     def _ask_sdk(self) -> dict[str, str]:
         try:
@@ -289,14 +312,18 @@ def _refusal(graph: Graph, answer: Mapping[str, Any]) -> CompilerError:
     """The SDK calls every failure an unsupported operator; tell apart what its user can do something about."""
     text = str(answer.get("text", "")).strip()
     short = text[-1500:]
+    where = f"part {graph.name}"
     if answer.get("error") == "MemoryError":
-        return ResourceError(f"out of memory while part {graph.name} was compiled", remedy="build with a smaller -j")
+        return ResourceError(f"out of memory while {where} was compiled", remedy="build with a smaller -j")
+    if answer.get("error") == "OSError":
+        what = f"the compile worker cannot read or write its files: {short}"
+        return ResourceError(what, where=where, remedy="free space in the folder for temporary files, or set TMPDIR")
     if _TOOL_FAULT.search(text):
-        return ResourceError(f"the cross compiler failed: {short}", where=f"part {graph.name}", remedy=_INSTALL)
-    nodes = answer.get("nodes") or []
-    named = f" at {', '.join(nodes[:3])}" if nodes else ""
+        return ResourceError(f"the cross compiler failed: {short}", where=where, remedy=_INSTALL)
+    blamed = [node for node in graph.nodes if node.name in (answer.get("nodes") or ())]
+    named = f" at {', '.join(map(described, blamed[:3]))}" if blamed else ""
     return UnsupportedOperatorError(
-        f"the RNGD compiler does not take part {graph.name}{named}: {short}",
-        where=f"part {graph.name}",
-        remedy="`npucc build --dump DIR` writes its graph; try another --max-mm or --tactic",
+        f"the RNGD compiler does not take {where}{named}: {short}",
+        where=where,
+        remedy=f"`npucc diagnose --part {graph.name}` finds the first node; or try another --max-mm or --tactic",
     )

@@ -41,7 +41,7 @@ class CutPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """A part's payload; for a device, also the graph as its compiler imported it, and the compiler's estimate."""
+    """A part's payload; for a device, also the graph that its executor runs, and the compiler's estimate."""
 
     payload: bytes
     graph: bytes | None = None
@@ -59,6 +59,10 @@ class Target(Protocol):
     BOUND: float
     MEMORY: int
     jobs: int
+
+    @property
+    def GRAPH_MEDIA_TYPE(self) -> str | None:  # noqa: N802 -- a constant of most targets
+        """Of the graphs beside the payloads, for a target that keeps them."""
 
     @property
     def CUT(self) -> CutPolicy:  # noqa: N802 -- a constant of most targets
@@ -79,6 +83,9 @@ class Target(Protocol):
     def compile_part(self, graph: Graph) -> CompiledPart:
         """Compile a part."""
 
+    def imported(self, graph: Graph) -> CompiledPart:
+        """A part that `execute` runs and no device: as the target's compiler understands the graph."""
+
     def execute(
         self, part: CompiledPart, graph: Graph, inputs: Mapping[str, npt.NDArray[Any]]
     ) -> Sequence[npt.NDArray[Any]]:
@@ -92,7 +99,8 @@ class Target(Protocol):
 class TargetOptions:
     """What a user may say of a target; a target ignores what does not concern it.
 
-    `jobs` parts are compiled at once. `max_products`, `tactic` and `max_shapes` are for compilers that search.
+    `jobs` parts are compiled at once. `max_products`, `tactic` and `max_shapes` are for compilers that search; `verify`
+    chooses which form of a graph is checked, where a compiler has two.
     """
 
     fusion: int | None = None
@@ -100,6 +108,7 @@ class TargetOptions:
     max_products: int | None = None
     tactic: str | None = None
     max_shapes: int | None = None
+    verify: str = "imported"
 
 
 def find(name: str, options: TargetOptions | None = None) -> Target:
@@ -124,6 +133,5 @@ def _rngd(options: TargetOptions) -> Target:
     fusion = max(FUSIONS) if options.fusion is None else options.fusion
     if fusion not in FUSIONS:
         raise UsageError(f"fusion is {fusion}", remedy=f"a card's programs use {', '.join(map(str, FUSIONS))} elements")
-    return RngdTarget(
-        fusion, options.jobs, Tactics(options.tactic or HINT, options.max_shapes), options.max_products or 3
-    )
+    tactics = Tactics(options.tactic or HINT, options.max_shapes)
+    return RngdTarget(fusion, options.jobs, tactics, options.max_products or 3, options.verify)

@@ -4,29 +4,35 @@
 
 The first line is `{"fusion": 8}`; the answer tells versions. A request names what to `do`:
 
-    compile  graph, options, out   -> part.bin (the serialized Runnable), part.dfg (the imported graph), summary.json
-    lower    graph, options, out   -> lowered.dfg
-    execute  dfg, inputs, outputs  -> runs an imported or lowered graph on the CPU; tensors are .npy files
+    compile  graph, options, out, form  -> part.bin (the serialized Runnable), part.dfg, summary.json
+    import   graph, options, out, form  -> part.dfg alone
+    execute  dfg, inputs, outputs       -> runs a part.dfg on the CPU; tensors are .npy files
 
-Answers are `{"ok": …}` or `{"error": kind, "text": …, "nodes": […]}`. Standard output is kept for answers: whatever the
-vendor's libraries print there goes to standard error.
+`form` says what part.dfg is: the graph as the compiler `imported` it, or `lowered`, with the device's casts. Answers
+are `{"ok": …}` or `{"error": kind, "text": …, "nodes": […]}`, the nodes of the graph that the compiler blames. Standard
+output is kept for answers: whatever the vendor's libraries print there goes to standard error.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
+#: Makes a context of a node's name.
+Around = Callable[[str], AbstractContextManager[Any]]
 _DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32", "i64": "int64", "bool": "bool"}
 
 
@@ -79,17 +85,18 @@ class Worker:
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             traceback.print_exc()
-            return {"error": type(error).__name__, "text": str(error), "nodes": _named_nodes(error)}
+            kind = "OSError" if isinstance(error, OSError) else type(error).__name__
+            return {"error": kind, "text": str(error), "nodes": _blamed(request, str(error))}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"ok": made | {"seconds": round(time.monotonic() - started, 3), "peak_kib": peak}}
 
     def do_compile(self, request: Json) -> Json:
         """Compile a graph; write its program, its imported graph, and the compiler's summary."""
-        from furiosa.torch import CompileModule, DfgModule
+        from furiosa.torch import CompileModule
 
         graph, out = _read(request["graph"]), Path(request["out"])
         exported = _export(graph)
-        (out / "part.dfg").write_bytes(DfgModule.from_exported(exported).dfg.serialize())
+        (out / "part.dfg").write_bytes(_dfg(exported, request))
         with _private_cache(out / "sdk") as folder:
             module = CompileModule.from_exported(exported, compiler_config=_config(request["options"]))
             summary = sorted(folder.glob("*/summary/summary.json"))
@@ -100,16 +107,10 @@ class Worker:
         (out / "part.bin").write_bytes(runnable.serialize())
         return {"fusion": runnable.expected_num_fusion}
 
-    def do_lower(self, request: Json) -> Json:
-        """Lower a graph: the form that models the device's casts."""
-        from furiosa.torch import compiler
-        from furiosa.torch.export.exported_program import preprocess_exported_program
-
-        out = Path(request["out"])
-        exported, _ = preprocess_exported_program(_export(_read(request["graph"])))
-        with _private_cache(out / "sdk"):
-            lowered = compiler.lower(exported, compiler_config=_config(request["options"]))
-        (out / "lowered.dfg").write_bytes(lowered.serialize())
+    def do_import(self, request: Json) -> Json:
+        """Write the graph that `execute` runs, without a program."""
+        exported = _export(_read(request["graph"]))
+        (Path(request["out"]) / "part.dfg").write_bytes(_dfg(exported, request))
         return {}
 
     def do_execute(self, request: Json) -> Json:
@@ -146,6 +147,18 @@ class _private_cache:  # noqa: N801 -- used as a function
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _dfg(exported: Any, request: Json) -> bytes:
+    """The graph in the form that the request wants. Lowering takes as long as compiling."""
+    from furiosa.torch import DfgModule, compiler
+    from furiosa.torch.export.exported_program import preprocess_exported_program
+
+    if request["form"] == "imported":
+        return bytes(DfgModule.from_exported(exported).dfg.serialize())
+    processed, _ = preprocess_exported_program(exported)
+    with _private_cache(Path(request["out"]) / "lowering"):
+        return bytes(compiler.lower(processed, compiler_config=_config(request["options"])).serialize())
+
+
 def _config(options: Json) -> Any:
     from furiosa.torch._C.config.compiler import CompilerConfig, ProgressMode, TacticHintConfig
 
@@ -160,19 +173,20 @@ def _read(path: str) -> Json:
     return document
 
 
-def _export(graph: Json) -> Any:
+def _export(graph: Json, around: Around = nullcontext) -> Any:
     """The graph as an ExportedProgram. It is executed on fake tensors, operator by operator; nothing is traced anew."""
     import torch
 
     class Part(torch.nn.Module):
         def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-            return _run(graph, inputs)
+            return _run(graph, inputs, around)
 
     samples = tuple(torch.empty(shape, dtype=dtype) for dtype, shape in (_kind(kind) for _, kind in graph["inputs"]))
     return torch.export.export(Part(), samples, strict=False)
 
 
-def _run(graph: Json, inputs: Any) -> list[Any]:
+def _run(graph: Json, inputs: Any, around: Around = nullcontext) -> list[Any]:
+    """Compute the outputs, every node within the context that `around` makes of its name."""
     import torch
 
     values = {name: tensor for (name, _), tensor in zip(graph["inputs"], inputs, strict=True)}
@@ -182,20 +196,21 @@ def _run(graph: Json, inputs: Any) -> list[Any]:
             return values[arg["ref"]] if "ref" in arg else float(arg["float"])
         return [value(item) for item in arg] if isinstance(arg, list) else arg
 
-    for name, op, args, kwargs, kind in graph["nodes"]:
+    def computed(op: str, args: Any, kwargs: Json, kind: str) -> Any:
         dtype, shape = _kind(kind)
-        chosen = {key: value(arg) for key, arg in kwargs.items()}
-        if "dtype" in chosen:
-            chosen["dtype"] = dtype
         if op == "constant":
-            values[name] = torch.tensor(args[0], dtype=dtype).reshape(shape)
-        elif op == "aten.view.default":  # a canonical graph has no strides, so that a view may have to copy
-            values[name] = torch.reshape(value(args[0]), shape)
-        else:
-            if op in {"aten.full.default", "aten.arange.start_step"}:
-                chosen["dtype"] = dtype
-            operator: Any = reduce(getattr, op.split("."), torch.ops)
-            values[name] = operator(*map(value, args), **chosen)
+            return torch.tensor(args[0], dtype=dtype).reshape(shape)
+        if op == "aten.view.default":  # a canonical graph has no strides, so that a view may have to copy
+            return torch.reshape(value(args[0]), shape)
+        chosen = {key: value(arg) for key, arg in kwargs.items()}
+        if "dtype" in chosen or op in {"aten.full.default", "aten.arange.start_step"}:
+            chosen["dtype"] = dtype
+        operator: Any = reduce(getattr, op.split("."), torch.ops)
+        return operator(*map(value, args), **chosen)
+
+    for name, *what in graph["nodes"]:
+        with around(name):
+            values[name] = computed(*what)
     # An output that is a transposed view would leave the card in the order of the memory behind it, unannounced: the
     # compiler keeps torch's strides to itself.
     return [values[name].contiguous() for _, name in graph["outputs"]]
@@ -233,14 +248,27 @@ def _tensor(array: Any, kind: str) -> Any:
     return torch.from_numpy(array.copy()).to(dtype)
 
 
-def _named_nodes(error: BaseException) -> list[str]:
-    """The nodes that the compiler blames, if it blames any."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if getattr(cause, "gm", None):
-            return sorted(cause.gm)  # type: ignore[attr-defined]
-        cause = cause.__cause__
-    return []
+def _blamed(request: Json, text: str) -> list[str]:
+    """The nodes of the request's graph that an error's text names, in order.
+
+    The compiler knows them by the names that they have in the exported program: `#gm:sum_1`, or `%sum_1` in a listing
+    of a few. So it is exported again, noting which node each of those comes from.
+    """
+    import torch.fx.traceback as meta
+    from furiosa.torch.export.exported_program import preprocess_exported_program
+
+    named = set(re.findall(r"#gm:(\w+)", text)) - {"merge"}
+    if "graph" not in request or not named:
+        return []
+    graph = _read(request["graph"])
+    try:
+        with meta.preserve_node_meta():
+            exported = _export(graph, lambda name: meta.annotate({"node": name}))
+        processed, _ = preprocess_exported_program(exported)
+    except Exception:  # noqa: BLE001 -- what went wrong has been told; this is only for comfort
+        return []
+    found = {n.meta.get("custom", {}).get("node") for n in processed.graph.nodes if n.name in named}
+    return [node[0] for node in graph["nodes"] if node[0] in found]
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from npubundle.atomic import sibling
 from npubundle.part import Estimate
 from npucc.build import Lowered, build, compile_all, lower
 from npucc.cache import Cache, Entry, Identity
-from npucc.numerics import Measured
+from npucc.numerics import NUMERICS_VERSION, Measured
 from npucc.progress import Progress
 from npucc.targets import CompiledPart, cpu
 from tests.npucc.faulty_targets import FaultyTarget
 
-MEASURED = (Measured("y", 1.5e-7, 0.25), Measured("n", 0.0, 0.0))
+MEASURED = (Measured("y", 1.5e-7, 0.25, 0.999999), Measured("n", 0.0, 0.0, 1.0))
 ENTRY = Entry(CompiledPart(b"payload\nwith a line break\x00"), MEASURED)
 #: As a device's compiler makes it.
 FULL = Entry(CompiledPart(b"payload\n", b"the imported graph\n\x00", Estimate(7, 91.25, None)), MEASURED)
@@ -84,7 +84,7 @@ def test_the_nearest_entry_explains_a_miss(cache: Cache) -> None:
         lambda raw: raw + b"x",
         lambda raw: raw.replace(b"payload\n", b"Payload\n"),
         lambda raw: raw[raw.index(b"\n") :],
-        lambda raw: raw.replace(b'"numerics":1', b'"numerics":0'),
+        lambda raw: raw.replace(f'"numerics":{NUMERICS_VERSION}'.encode(), b'"numerics":0'),
         lambda raw: raw.replace(b'"measured":[[', b'"measured":[[1,'),
         lambda raw: raw.replace(b'"estimate":[', b'"estimate":[1,'),
         lambda raw: raw.replace(b'"size":', b'"length":'),

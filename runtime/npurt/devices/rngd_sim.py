@@ -21,8 +21,14 @@ from npurt.devices.device import Form, Region
 from npurt.devices.host_memory import HostMemory
 from npurt.errors import DeviceError
 
-#: Media type of the graphs that this device runs: serialized graphs of furiosa-torch.
-GRAPH_MEDIA_TYPE = "application/vnd.npucc.graph.v1+furiosa-dfg"
+#: Media types of the graphs that this device runs: serialized graphs of furiosa-torch, as its compiler imported them or
+#: with the device's casts.
+GRAPH_MEDIA_TYPES = frozenset(
+    {
+        "application/vnd.npucc.graph.v1+furiosa-dfg",
+        "application/vnd.npucc.graph.v1+furiosa-lowered-dfg",
+    }
+)
 _PACKAGE = "furiosa-torch"
 
 
@@ -55,7 +61,7 @@ class RngdSimDevice(HostMemory):
         if bare:
             what = f"{len(bare)} have no graph ({bare[0]} is one); rebuild with npucc build --graphs"
             problems.add("parts", what)
-        for media_type in sorted({part.graph.media_type for part in parts if part.graph} - {GRAPH_MEDIA_TYPE}):
+        for media_type in sorted({part.graph.media_type for part in parts if part.graph} - GRAPH_MEDIA_TYPES):
             problems.add("parts", f"{media_type} is no form of graph that this device runs")
         installed = metadata.version(_PACKAGE)
         for version in sorted({part.requires[_PACKAGE] for part in parts if _PACKAGE in part.requires}):

@@ -309,8 +309,8 @@ def test_a_worker_that_dies_twice_is_told_with_its_log(sdk: Sdk, target: MakeTar
 
 
 def test_a_refusal_reaches_the_caller(sdk: Sdk, target: MakeTarget) -> None:
-    sdk.write("answer", {"error": "CompileError", "text": "no tactic", "nodes": ["mm_3"]})
-    with pytest.raises(UnsupportedOperatorError, match="part same at mm_3: no tactic"):
+    sdk.write("answer", {"error": "CompileError", "text": "no tactic", "nodes": ["add"]})
+    with pytest.raises(UnsupportedOperatorError, match=r"part same at add = aten\.add\.Tensor f32\[2,3\]: no tactic"):
         target().compile_part(identity())
 
 
@@ -331,12 +331,18 @@ def test_a_refusal_reaches_the_caller(sdk: Sdk, target: MakeTarget) -> None:
             "apt-get install",
         ),
         (
-            {"error": "CompileError", "text": "unsupported roll", "nodes": ["a", "b", "c", "d"]},
+            {"error": "CompileError", "text": "unsupported roll", "nodes": ["add"]},
             UnsupportedOperatorError,
-            "does not take part same at a, b, c: unsupported roll",
-            "npucc build --dump DIR",
+            "does not take part same at add = aten.add.Tensor f32[2,3]: unsupported roll",
+            "npucc diagnose --part same",
         ),
-        ({"error": "CompileError"}, UnsupportedOperatorError, "does not take part same:", "npucc build --dump DIR"),
+        ({"error": "CompileError"}, UnsupportedOperatorError, "does not take part same:", "npucc diagnose --part same"),
+        (
+            {"error": "OSError", "text": "No space left on device"},
+            ResourceError,
+            "cannot read or write its files: No space left",
+            "free space in the folder for temporary files",
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_told_apart(

@@ -48,7 +48,13 @@ def product(rows: int = 32) -> Graph:
 def ask(pool: Pool, what: str, graph: Graph, folder: Path, **more: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "graph.json").write_bytes(graph.encode())
-    request = {"do": what, "graph": str(folder / "graph.json"), "options": OPTIONS, "out": str(folder)} | more
+    request = {
+        "do": what,
+        "graph": str(folder / "graph.json"),
+        "options": OPTIONS,
+        "out": str(folder),
+        "form": "imported",
+    } | more
     return dict(pool.ask(request, about=graph.name))
 
 
@@ -70,8 +76,9 @@ def test_equal_graphs_give_equal_bytes_and_an_estimate(pool: Pool, tmp_path: Pat
     assert not (tmp_path / "one" / "sdk").exists()
 
 
-def test_the_imported_graph_computes_what_the_graph_says(pool: Pool, tmp_path: Path) -> None:
-    ask(pool, "compile", product(), tmp_path)
+@pytest.mark.parametrize("form", ["imported", "lowered"])
+def test_a_graph_computes_what_it_says_in_either_form(form: str, pool: Pool, tmp_path: Path) -> None:
+    ask(pool, "import", product(), tmp_path, form=form)
     generator = np.random.default_rng(0)
     x, w = (generator.standard_normal(shape).astype(np.float32) / 8 for shape in ((32, 64), (64, 64)))
     np.save(tmp_path / "x.npy", x)
@@ -88,6 +95,25 @@ def test_the_imported_graph_computes_what_the_graph_says(pool: Pool, tmp_path: P
     expected = (narrow[0] @ narrow[1].T + narrow[0] * 0.5).numpy()
     found = np.load(tmp_path / "y.npy").astype(np.float64)
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 5e-3
+
+
+def test_a_lowered_graph_is_another_than_the_imported_one(pool: Pool, tmp_path: Path) -> None:
+    for form in ("imported", "lowered"):
+        answer = ask(pool, "compile", product(), tmp_path / form, form=form)
+        assert "ok" in answer, answer
+    graphs = {(tmp_path / form / "part.dfg").read_bytes() for form in ("imported", "lowered")}
+    programs = {(tmp_path / form / "part.bin").read_bytes() for form in ("imported", "lowered")}
+    assert len(graphs) == 2
+    assert len(programs) == 1
+
+
+def test_the_nodes_that_the_compiler_blames_are_ours(pool: Pool, tmp_path: Path) -> None:
+    """No tactic of it sums up an axis that long."""
+    kind = TensorType("f32", (6_815_744,))
+    graph = simplify(capture("sum", lambda x: [torch.sqrt((x * 3).sum())], {"x": kind}, ["y"]))
+    answer = ask(pool, "compile", graph, tmp_path)
+    assert "no populated tactics" in answer["text"], answer
+    assert {"aten.sum.dim_IntList"} <= {graph.producers[name].op for name in answer["nodes"]}
 
 
 def test_a_graph_that_does_not_compile_is_an_answer(pool: Pool, tmp_path: Path) -> None:
@@ -123,7 +149,13 @@ def test_a_worker_at_work_ends_with_the_process_that_started_it(rngd_python: str
     (tmp_path / "graph.json").write_bytes(big.encode())
     out = tmp_path / "out"
     out.mkdir()
-    request = {"do": "compile", "graph": str(tmp_path / "graph.json"), "out": str(out), "options": {}}
+    request = {
+        "do": "compile",
+        "graph": str(tmp_path / "graph.json"),
+        "out": str(out),
+        "options": {},
+        "form": "imported",
+    }
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER, rngd_python, str(SCRIPT), json.dumps(request)],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

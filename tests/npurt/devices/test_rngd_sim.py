@@ -20,7 +20,7 @@ from npubundle.errors import FormatError
 from npubundle.part import Numerics, Part, PartGraph, Port
 from npubundle.tensor import TensorType
 from npurt.devices import open_device
-from npurt.devices.rngd_sim import GRAPH_MEDIA_TYPE, RngdSimDevice
+from npurt.devices.rngd_sim import GRAPH_MEDIA_TYPES, RngdSimDevice
 from npurt.errors import DeviceError
 
 DIGEST = "sha256:" + "0" * 64
@@ -28,7 +28,7 @@ DIGEST = "sha256:" + "0" * 64
 
 def part(inputs: list[str], outputs: list[str]) -> Part:
     ports = [tuple(Port(str(n), TensorType.from_str(t)) for n, t in enumerate(side)) for side in (inputs, outputs)]
-    graph = PartGraph(DIGEST, 1, GRAPH_MEDIA_TYPE)
+    graph = PartGraph(DIGEST, 1, min(GRAPH_MEDIA_TYPES))
     numerics = Numerics(1e-5, "pass")
     return Part("p", DIGEST, ports[0], ports[1], (), DIGEST, 1, "application/compiled", {}, numerics, graph)
 
@@ -150,7 +150,7 @@ def test_the_real_executor_computes_a_part(rngd_python: str, tmp_path: Path) -> 
         from npubundle.part import Numerics, Part, PartGraph, Port
         from npubundle.tensor import TensorType
         from npurt.devices import open_device
-        from npurt.devices.rngd_sim import GRAPH_MEDIA_TYPE
+        from npurt.devices.rngd_sim import GRAPH_MEDIA_TYPES
 
         class Product(torch.nn.Module):
             def forward(self, x, w, s):
@@ -164,7 +164,7 @@ def test_the_real_executor_computes_a_part(rngd_python: str, tmp_path: Path) -> 
         digest = "sha256:" + "0" * 64
         part = Part("p", digest, tuple(ports[:3]), tuple(ports[3:]), (), digest, 1, "x",
                     {"furiosa-torch": "2026.4.0"}, Numerics(1e-2, "pass"),
-                    PartGraph(digest, len(raw), GRAPH_MEDIA_TYPE))
+                    PartGraph(digest, len(raw), min(GRAPH_MEDIA_TYPES)))
         device = open_device("rngd-sim")
         device.check([part])
         block = device.allocate(64 * 5 * 2)

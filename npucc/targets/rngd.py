@@ -252,12 +252,11 @@ class RngdTarget:
 
 def estimate_of(summary: Mapping[str, Any]) -> Estimate:
     """What the bundle keeps of the compiler's summary."""
-    stats = summary["rlir_stats"]
-    memory, power = stats.get("peak_memory_usage_bytes"), stats.get("peak_power")
+    power, memory = summary.get("peak_power"), summary.get("peak_memory_usage_bytes")
     return Estimate(
-        int(stats["total_cycle"]),
-        float(f"{power:.4g}") if isinstance(power, int | float) else None,
-        int(memory) if isinstance(memory, int) else None,
+        int(summary["rlir_stats"]["total_cycle"]),
+        None if power is None else float(f"{float(power):.4g}"),  # a number in a string
+        None if memory is None else int(memory),
     )
 
 

@@ -20,6 +20,7 @@ from npubundle.tensor import TensorType
 from npucc.graph import Graph
 from npucc.graph.capture import capture
 from npucc.passes import simplify
+from npucc.targets.rngd import estimate_of
 from npucc.workers.pool import Command, Pool
 
 SCRIPT = Path(npucc.workers.__file__).parent / "rngd.py"
@@ -72,7 +73,12 @@ def test_equal_graphs_give_equal_bytes_and_an_estimate(pool: Pool, tmp_path: Pat
     programs = [(tmp_path / name / "part.bin").read_bytes() for name in ("one", "two")]
     assert programs[0] == programs[1]
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
-    assert summary["rlir_stats"]["total_cycle"] > 0
+    estimate = estimate_of(summary)
+    assert estimate.cycles > 0
+    assert estimate.peak_power is not None
+    assert 0 < estimate.peak_power < 500
+    assert estimate.memory is not None
+    assert estimate.memory > 0
     assert not (tmp_path / "one" / "sdk").exists()
 
 

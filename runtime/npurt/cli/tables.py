@@ -20,7 +20,7 @@ TRUST = Option(
 WEIGHTS = Option(
     "weights", FOLDER, "Model folder: safetensors, config.json, tokenizer.json, chat template.", required=True
 )
-DEVICE = Option("device", TEXT, "Device to run on.", default="cpu")
+DEVICE = Option("device", TEXT, "Device to run on: cpu, rngd-sim, furiosa:N or furiosa:auto.", default="cpu")
 PREPACK = Option(
     "prepack",
     TEXT,

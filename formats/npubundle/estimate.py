@@ -34,8 +34,8 @@ class PhaseEstimate:
 class StepEstimate:
     """Cycles by phase; and of one optimizer step, which is `micro_step` and `update`, its time, rate and energy.
 
-    `energy` takes every part to draw its peak power all the time, so that it is an upper bound; None if the model says
-    nothing of some part's power. `memory` is what the program takes in the device's memory.
+    `energy` takes every part to draw its peak power all the time, and one of which the model says nothing the highest of
+    all, so that it is an upper bound; None if the model says nothing of any. `memory` is what the program takes in the device's memory.
     """
 
     clock_mhz: float
@@ -77,12 +77,12 @@ def estimate(
         for phase, launches in launched.items()
     }
     seconds = sum(phases[phase].cycles for phase in _STEP if phase in phases) / (clock * 1e6)
-    energy: float | None = 0.0
-    for part, count in (launch for phase in _STEP for launch in launched.get(phase, ())):
-        power = known[part].peak_power
-        energy = (
-            None if energy is None or power is None else energy + power * known[part].cycles * count / (clock * 1e6)
-        )
+    highest = max((e.peak_power for e in known.values() if e.peak_power is not None), default=None)
+    energy = None
+    if highest is not None:
+        started = [launch for phase in _STEP for launch in launched.get(phase, ())]
+        drawn = ((known[part].peak_power or highest) * known[part].cycles * count for part, count in started)
+        energy = sum(drawn) / (clock * 1e6)
     rate = tokens / seconds if seconds else 0.0
     return StepEstimate(clock, phases, seconds, rate, energy, device_memory(program))
 

@@ -252,12 +252,20 @@ class RngdTarget:
 
 def estimate_of(summary: Mapping[str, Any]) -> Estimate:
     """What the bundle keeps of the compiler's summary."""
-    power, memory = summary.get("peak_power"), summary.get("peak_memory_usage_bytes")
+    memory = summary.get("peak_memory_usage_bytes")
     return Estimate(
         int(summary["rlir_stats"]["total_cycle"]),
-        None if power is None else float(f"{float(power):.4g}"),  # a number in a string
+        _watts(summary.get("peak_power")),
         None if memory is None else int(memory),
     )
+
+
+def _watts(said: Any) -> float | None:
+    """The summary has a number in a string, or a dash for parts without a product."""
+    try:
+        return float(f"{float(said):.4g}")
+    except (TypeError, ValueError):
+        return None
 
 
 def _identity(python: str) -> str | None:

@@ -69,6 +69,15 @@ def test_no_power_no_energy() -> None:
     assert found.energy is None
 
 
+def test_a_part_of_unknown_power_counts_as_the_hungriest() -> None:
+    program, parts = small()
+    costs = estimated(parts)
+    layer = dataclasses.replace(costs["layer"], estimate=Estimate(3_000_000, None))
+    found = estimate(program, costs | {"layer": layer}, OPTIONS, tokens=1)
+    assert found is not None
+    assert found.energy == pytest.approx(14e-3 * 50)
+
+
 def test_it_is_json_with_its_label() -> None:
     program, parts = small()
     found = estimate(program, estimated(parts), OPTIONS, tokens=30)

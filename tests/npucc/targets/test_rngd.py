@@ -260,6 +260,11 @@ def test_a_part_is_program_graph_and_estimate(target: MakeTarget, monkeypatch: p
     assert part.estimate == Estimate(12, 91.23, 4096)
 
 
+def test_a_part_without_a_figure_of_its_power_has_none() -> None:
+    for said in ("-", None, "n/a"):
+        assert rngd.estimate_of({"rlir_stats": {"total_cycle": 7}, "peak_power": said}) == Estimate(7, None, None)
+
+
 def test_a_part_runs_in_the_executor(target: MakeTarget) -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     found = target()

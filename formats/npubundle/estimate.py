@@ -34,8 +34,9 @@ class PhaseEstimate:
 class StepEstimate:
     """Cycles by phase; and of one optimizer step, which is `micro_step` and `update`, its time, rate and energy.
 
-    `energy` takes every part to draw its peak power all the time, and one of which the model says nothing the highest of
-    all, so that it is an upper bound; None if the model says nothing of any. `memory` is what the program takes in the device's memory.
+    `energy` takes every part to draw its peak power all the time, and one of which the model says nothing the highest
+    of all, so that it is an upper bound; None if the model says nothing of any. `memory` is what the program takes in
+    the device's memory.
     """
 
     clock_mhz: float

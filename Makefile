@@ -62,10 +62,36 @@ rngd-env: ## print the Python of the RNGD toolchain's environment, making it (7 
 	@$(PYTHON) tools/rngd_environment.py
 
 .PHONY: bench
-bench: $(addprefix bench-,$(subst _,-,$(BENCHMARKS))) ## run every benchmark
+bench: $(addprefix bench-,$(subst _,-,$(filter-out rngd_%,$(BENCHMARKS)))) ## run every benchmark but those of RNGD
 
 bench-%: quiet-env ## run one benchmark: bench-cpu-train runs benchmarks/cpu_train.py
 	$(BIN)/python benchmarks/$(subst -,_,$*).py $(BENCH_ARGS)
+
+# Minutes to hours of the vendor's compiler. Results are recorded in docs/explanation/validation.md; what was compiled
+# stays in RNGD_WORK, so that a run that was ended goes on.
+RNGD_WORK ?= $(BUILD)/rngd
+
+.PHONY: rngd-8b rngd-8b-512
+rngd-8b: quiet-env ## build the Llama-3.1-8B bundle for RNGD, cold, warm and with another rank
+	$(BIN)/python benchmarks/rngd_build.py --config tests/npucc/data/llama-3.1-8b.json --work $(RNGD_WORK)/8b
+
+rngd-8b-512: quiet-env ## the same with 512 tokens
+	$(BIN)/python benchmarks/rngd_build.py --config tests/npucc/data/llama-3.1-8b.json --seq-len 512 --other-rank 0 \
+	  --work $(RNGD_WORK)/8b-512
+
+.PHONY: rngd-models
+rngd-models: quiet-env ## build the bundles of all models for RNGD, with 128 and 512 tokens
+	for model in smollm2-135m llama-3.2-1b llama-3.1-8b llama-2-7b; do for tokens in 128 512; do \
+	  $(BIN)/python benchmarks/rngd_build.py --config tests/npucc/data/$$model.json --seq-len $$tokens --other-rank 0 \
+	  --work $(RNGD_WORK)/$$model-$$tokens || exit 1; done; done
+
+.PHONY: rngd-curve
+rngd-curve: quiet-env ## train SmolLM2 for 30 steps in the vendor's executor, against the cpu target
+	$(BIN)/python benchmarks/rngd_curve.py --work $(RNGD_WORK)/curve
+
+.PHONY: rngd-lowered
+rngd-lowered: quiet-env ## one step of two layers of SmolLM2 with lowered graphs
+	$(BIN)/python benchmarks/rngd_curve.py --verify lowered --steps 0 --layers 2 --work $(RNGD_WORK)/lowered
 
 .PHONY: golden
 golden: quiet-env ## write the golden bundle of a new format version (an existing one is never replaced)

@@ -27,6 +27,14 @@ def model_folder() -> Path:
     return Path(made.stdout.strip())
 
 
+def rngd_python() -> str:
+    """The Python of the RNGD toolchain, which npucc is told of too."""
+    command = [sys.executable, str(ROOT / "tools" / "rngd_environment.py")]
+    made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    os.environ["NPUCC_RNGD_PYTHON"] = made.stdout.strip()
+    return made.stdout.strip()
+
+
 def build_bundle(folder: Path, model: Path, seq_len: int) -> tuple[Path, Path]:
     """A signed bundle for LoRA r16 on q and v, and the public key; built once per folder."""
     key, bundle = folder / "bench.key", folder / f"s{seq_len}.npub"

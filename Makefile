@@ -15,7 +15,7 @@ BENCHMARKS = $(sort $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py)))
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 .PHONY: env
 env: ## make the development environment if need be and print its bin folder, and nothing else

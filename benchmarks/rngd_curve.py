@@ -1,8 +1,8 @@
 """A bundle for RNGD in the vendor's executor against the cpu target: gradients, and the losses of a training run.
 
-The executor computes the graphs as the compiler imported them, or, with --verify lowered, with the device's casts; it
-is no card, and its speed says nothing. Gradients are compared with the bundle's own f32 reference program, losses with a
-cpu bundle of the same recipe: same model, rows, order, seed and initial adapter.
+The executor computes the graphs as the compiler imported them, or, with --verify lowered, with the device's casts. It
+is no card, and its speed says nothing. Gradients are compared with the bundle's own f32 reference program, losses with
+a cpu bundle of the same recipe: same model, rows, order, seed and initial adapter.
 
     python benchmarks/rngd_curve.py [--steps 30] [--layers 30] [--fusion 8] [--verify imported|lowered] [--work DIR]
 

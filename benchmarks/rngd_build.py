@@ -99,11 +99,11 @@ def launches_of_a_layer(path: Path, trust: Path) -> int:
         return sum(call.layer == 1 and call.queue != "host" for call in calls)
 
 
-def after_another_rank(step: list[str], work: Path) -> dict[str, Any]:
+def after_another_rank(step: list[str], jobs: list[str], work: Path) -> dict[str, Any]:
     """Which parts a build with another rank compiles, and which of those have LoRA matrices or their gradients."""
     plan = npucc("plan", *step, "--cache-dir", work / "cache")
     missing = [part["name"] for part in plan["parts"] if not part["cached"]]
-    said, path = build(step, work, "rank")
+    said, path = build([*step, *jobs], work, "rank")
     with Bundle.open(path, trust=work / "bench.key.pub") as bundle:
         state = {"lora", "grad", "grad_step"}
         trained = {
@@ -172,7 +172,7 @@ def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
         "estimate": cold["estimate"],
     }
     if chosen.other_rank != "0":
-        figures["other_rank"] = after_another_rank([*step, "--rank", chosen.other_rank], work)
+        figures["other_rank"] = after_another_rank([*step, "--rank", chosen.other_rank], jobs, work)
     if chosen.config.stem in PROTOTYPE and cold["cached"] == 0:
         figures["ratios"] = {"prototype_on_64_cores": round(PROTOTYPE[chosen.config.stem] / cold["seconds"], 2)}
     return figures | {"versions": versions() | {"python": sys.version.split()[0]}}

@@ -1,7 +1,20 @@
-"""`python -m npucc`."""
+"""The command `npucc`, also as `python -m npucc`."""
 
 import sys
 
-from npucc.cli import main
+from npucc import signals
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    signals.install()  # first: the import takes a third of a second
+    try:
+        from npucc.cli import main as run
+
+        return run()
+    except signals.Interrupted:
+        return signals.exit_code(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

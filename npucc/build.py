@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from npubundle import program_json
 from npubundle.config import BundleConfig, Memory
@@ -28,10 +28,12 @@ from npucc.parts import PartSpec, Traced, samplers, trace
 from npucc.passes import PIPELINE_VERSION
 from npucc.program_builder import reference_program, training_program
 from npucc.progress import Progress
-from npucc.targets import Target, find
+from npucc.targets import CutPolicy, Target, find
 
 #: Annotation of a layer: the names of the parts or the program in it.
 NAME_ANNOTATION = "dev.npucc.name"
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,12 @@ def estimated(lowered: Lowered, parts: Mapping[str, Part]) -> StepEstimate | Non
     return estimate(program, parts, options, lowered.traced.recipe.seq_len)
 
 
-def lower(model: Model, recipe: Recipe, target: Target) -> Lowered:
-    """Trace the step, choose what to save, build both programs and name every part's identity."""
-    traced = trace(model, recipe, target.CUT)
+def lower(model: Model, recipe: Recipe, target: Target, cut: CutPolicy | None = None) -> Lowered:
+    """Trace the step, choose what to save, build both programs and name every part's identity.
+
+    `cut` is for a search that tries another than the target's.
+    """
+    traced = trace(model, recipe, cut or target.CUT)
     saved = saved_layers(traced, target)
     programs = {"train": training_program(traced, saved), "reference": reference_program(traced)}
     names = sorted({name for program in programs.values() for name in program.parts()})
@@ -155,16 +160,16 @@ def compile_all(lowered: Lowered, cache: Cache, progress: Progress) -> tuple[dic
         with progress.step(spec.name.split(".")[0], spec.name):
             part = target.compile_part(spec.graph)
             entry = Entry(part, tuple(measure(spec.graph, part, target, inputs)))
-        _remember(cache, lowered.identities[spec.name], entry, progress)
+            remember(cache, lowered.identities[spec.name], entry, progress)
         return entry
 
-    by_key |= dict(zip(missing, _in_parallel(make, list(missing.values()), lowered.target), strict=True))
+    by_key |= dict(zip(missing, in_parallel(make, list(missing.values()), lowered.target), strict=True))
     entries = {spec.name: by_key[lowered.identities[spec.name].key] for spec in lowered.specs}
     return entries, len(missing)
 
 
-def _in_parallel(make: Callable[[PartSpec], Entry], specs: Sequence[PartSpec], target: Target) -> list[Entry]:
-    """Entries in the order of `specs`. The first failure ends the others; what was finished by then is cached."""
+def in_parallel(make: Callable[[PartSpec], Made], specs: Sequence[PartSpec], target: Target) -> list[Made]:
+    """What is made of each, in the order of `specs`. The first failure ends the others, and the target's work."""
     if target.jobs == 1:
         return [make(spec) for spec in specs]
     with ThreadPoolExecutor(target.jobs, thread_name_prefix="compile") as pool:
@@ -179,7 +184,7 @@ def _in_parallel(make: Callable[[PartSpec], Entry], specs: Sequence[PartSpec], t
     return [future.result() for future in futures]
 
 
-def _remember(cache: Cache, identity: Identity, entry: Entry, progress: Progress) -> None:
+def remember(cache: Cache, identity: Identity, entry: Entry, progress: Progress) -> None:
     """A cache that cannot be written costs time, not the build."""
     try:
         cache.put(identity, entry)

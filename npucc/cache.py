@@ -119,7 +119,8 @@ class Cache:
         size, estimate = header["size"], header["estimate"]
         if header["blobs"] != [sha256_of(blobs[:size]), sha256_of(blobs[size:])]:
             return None
-        part = CompiledPart(blobs[:size], blobs[size:] or None, Estimate(*estimate) if estimate else None)
+        known = Estimate(*estimate) if estimate else None
+        part = CompiledPart(blobs[:size], blobs[size:] or None, known, header.get("seconds"))
         return Entry(part, tuple(Measured(*row) for row in header["measured"]))
 
     def put(self, identity: Identity, entry: Entry) -> None:
@@ -135,6 +136,8 @@ class Cache:
             "estimate": [estimate.cycles, estimate.peak_power, estimate.memory] if estimate else None,
             "measured": [[m.output, m.relative, m.absolute, m.cosine] for m in entry.measured],
         }
+        if entry.part.seconds is not None:
+            header["seconds"] = entry.part.seconds
         with replacing(path) as file:
             file.write(canonical.encode(header) + b"\n" + b"".join(blobs))
 
@@ -175,6 +178,7 @@ def _header(raw: bytes) -> dict[str, Any] | None:
             and isinstance(header["blobs"], list)
             and isinstance(header["size"], int)
             and (header["estimate"] is None or len(header["estimate"]) == len(("c", "p", "m")))
+            and isinstance(header.get("seconds"), float | int | None)
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

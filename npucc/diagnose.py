@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from npucc.errors import CompilerError, InternalError, NumericsError, UnsupportedOperatorError
 from npucc.graph import Graph, Node, described
-from npucc.numerics import Sampler, errors
+from npucc.numerics import Sampler, bound_of, errors
 from npucc.passes.dead_code import remove_dead_code
 from npucc.targets import CompiledPart, Target
 
@@ -50,10 +50,11 @@ def examine_compiled(
 ) -> Finding | None:
     """Run a part; None if its results are within the target's bound."""
     found = errors(graph, part, target, samplers)
-    wrong = [error for error in found if not error.within(target.BOUND)]
+    bounds = [bound_of(kind, target) for kind in graph.output_types]
+    wrong = [(error, bound) for error, bound in zip(found, bounds, strict=True) if not error.within(bound)]
     if not wrong:
         return None
-    text = "; ".join(f"{error.output} differs by {error.relative:.3g} (bound {target.BOUND:.3g})" for error in wrong)
+    text = "; ".join(f"{error.output} differs by {error.relative:.3g} (bound {bound:.3g})" for error, bound in wrong)
     node = _first_wrong(graph, target, samplers)
     until = graph if node is None else prefix(graph, _position(graph, node) + 1)
     return Finding(graph.name, "wrong", text, node, until)
@@ -109,7 +110,7 @@ def _first_wrong(graph: Graph, target: Target, samplers: Mapping[str, Sampler]) 
         found = errors(everything, target.imported(everything), target, samplers)
     except (NumericsError, CompilerError):
         return None
-    return next((n for n, error in zip(shown, found, strict=True) if not error.within(target.BOUND)), None)
+    return next((n for n, error in zip(shown, found, strict=True) if not error.within(bound_of(n.type, target))), None)
 
 
 def _position(graph: Graph, node: Node) -> int:

@@ -65,6 +65,8 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
     trained = config.num_hidden_layers * sum(kind.elements for a in adapters for _, _, kind in a.matrices)
     graphs = [embedding.tables(config, recipe.seq_len, cut), embedding.embed(config, recipe.seq_len, cut)]
     raw = layer.joint(model, recipe, cut)
+    if cut.tuned_products is not None and (products := cut.tuned_products(raw)) is not None:
+        cut = dataclasses.replace(cut, products_per_part=products)
     layers = _layer_graphs(raw, cut) if cut.products_per_part is None else _small_layer_graphs(model, raw, cut)
     layers["reference.layer"] = _reference_layer(model, recipe, raw, cut)
     graphs += _reference_ends(config, recipe.seq_len, cut)

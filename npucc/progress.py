@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TextIO
 
+from npucc import signals
+
 Style = Literal["auto", "tty", "plain", "json", "quiet"]
 #: Seconds after which a step that is still running says so.
 HEARTBEAT = 30.0
 
 
 class Progress:
-    """Numbered steps: `#7 [layer] layer.backward DONE 1.2s`. On a terminal the running step is shown in place."""
+    """Numbered steps: `#7 [layer] layer.backward DONE 1.2s`. On a terminal the running step is shown in place.
+
+    Between two steps is where a build ends after a signal whose exception was lost.
+    """
 
     def __init__(self, style: Style = "auto", stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr
@@ -29,6 +34,7 @@ class Progress:
     @contextmanager
     def step(self, group: str, name: str) -> Iterator[None]:
         """A step that takes time; a heartbeat shows that it is still alive."""
+        signals.check()
         self.steps += 1
         label = f"#{self.steps} [{group}] {name}"
         started = time.monotonic()
@@ -44,14 +50,17 @@ class Progress:
             raise
         self._end(done, beat)
         self._show(label, "DONE", seconds=time.monotonic() - started)
+        signals.check()
 
     def cached(self, group: str, name: str) -> None:
         """A step that had nothing to do."""
+        signals.check()
         self.steps += 1
         self._show(f"#{self.steps} [{group}] {name}", "CACHED")
 
     def note(self, text: str) -> None:
         """A line of its own."""
+        signals.check()
         self._show(text, "")
 
     def _end(self, done: threading.Event, beat: threading.Thread) -> None:

@@ -88,6 +88,15 @@ def estimate(
     return StepEstimate(clock, phases, seconds, rate, energy, device_memory(program))
 
 
+def step_launches(program: Program) -> dict[str, int]:
+    """Parts that an optimizer step of one micro-batch starts on the device, and how often."""
+    found: dict[str, int] = {}
+    for phase in _STEP:
+        for part, times in _launches(program, phase) if phase in program.phases else ():
+            found[part] = found.get(part, 0) + times
+    return found
+
+
 def device_memory(program: Program) -> int:
     """Bytes in the device's space: weights, state, inputs and outputs, and the largest arena."""
     lasting = (b for b in program.buffers.values() if b.view_of is None and b.role != "activation")

@@ -6,16 +6,15 @@ import errno
 import io
 import json
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
-from types import FrameType
 
 import typer
 
 from npubundle.errors import Error, ExitCode
-from npucc.cli import build, diagnose, inspect, keygen, plan, verify
+from npucc import signals
+from npucc.cli import build, diagnose, inspect, keygen, plan, tune, verify
 from npucc.cli.options import version_option
 from npucc.errors import InternalError, ResourceError, UsageError
 
@@ -33,33 +32,45 @@ app.callback()(version_option)
 app.command("build")(build.build)
 app.command("plan")(plan.plan)
 app.command("diagnose")(diagnose.diagnose)
+app.command("tune")(tune.tune)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("keygen")(keygen.keygen)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code; every error a user can act on is one message on standard error."""
-    signal.signal(signal.SIGTERM, _terminated)
+    """Run the command line and return its exit code; every error a user can act on is one message on standard error.
+
+    Signals are heeded where the process has installed `npucc.signals`.
+    """
     _prepare_streams()
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        code = _run(words)
+        signals.finish()
+    except (KeyboardInterrupt, typer.Abort):
+        code = int(ExitCode.INTERRUPTED)
+    code = signals.exit_code(code)
+    if code in {ExitCode.INTERRUPTED, ExitCode.TERMINATED}:
+        as_json = "--json" in words
+        print(json.dumps({"code": "interrupted", "exit_code": code}) if as_json else "interrupted", file=sys.stderr)
+    return code
+
+
+def _run(words: list[str]) -> int:
+    try:
+        signals.check()
         code = app(args=words, prog_name="npucc", standalone_mode=False)
         sys.stdout.flush()
     except typer.Exit as request:
         return int(request.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return _interrupted(ExitCode.INTERRUPTED, words)
-    except _Terminated:
-        return _interrupted(ExitCode.TERMINATED, words)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FIXABLE)
     except Exception as failure:  # noqa: BLE001 -- the last resort: a fault of ours becomes a message and an exit code
+        signals.check()  # a library may have made this of the signal
         return _report(_as_error(failure), words)
-    # typer makes a plain 130 of a KeyboardInterrupt
-    told = _interrupted(ExitCode.INTERRUPTED, words) if code == ExitCode.INTERRUPTED else code
-    return told if isinstance(told, int) else 0
+    return code if isinstance(code, int) else 0
 
 
 def _prepare_streams() -> None:
@@ -71,16 +82,6 @@ def _prepare_streams() -> None:
             setattr(sys, name, nowhere)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-class _Terminated(BaseException):
-    """SIGTERM, as an exception: temporary files are removed on the way out."""
-
-
-def _interrupted(code: ExitCode, words: list[str]) -> int:
-    as_json = "--json" in words
-    print(json.dumps({"code": "interrupted", "exit_code": code}) if as_json else "interrupted", file=sys.stderr)
-    return int(code)
 
 
 def _report(failure: Error, words: list[str]) -> int:
@@ -114,8 +115,3 @@ def _from_system(failure: OSError) -> Error:
             "the disk is full; nothing was changed", where=where, remedy="free some space and run it again"
         )
     return ResourceError(failure.strerror or str(failure), where=where)
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise _Terminated

@@ -12,6 +12,7 @@ import typer
 
 from npubundle import container
 from npubundle.keys import PrivateKey, exposure
+from npucc import signals
 from npucc.cli import options as o
 from npucc.cli.request import Request, asks_for_a_step
 
@@ -71,6 +72,7 @@ def build(
     finally:
         chosen.close()
     path = output or Path(f"{result.config.name}.npub")
+    signals.check()  # after this the bundle may be in place, and stays
     container.write(path, result.content)
     total = result.compiled + result.cached
     seconds = time.monotonic() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,11 +92,15 @@ def chosen_parts(lowered: Lowered, patterns: list[str] | None) -> list[PartSpec]
     for program in lowered.programs.values():
         for phase in program.phases:
             order.update(dict.fromkeys(call.part for call in program.calls(phase)))
+    return [lowered.traced.parts[name] for name in matching(order, patterns)]
+
+
+def matching(names: Collection[str], patterns: Sequence[str] | None) -> list[str]:
+    """Names that match any of the patterns; all of them without one. Raises UsageError for one that matches none."""
     for pattern in patterns or ():
-        if not any(fnmatchcase(name, pattern) for name in order):
-            raise UsageError(f"no part is called {pattern}", remedy=f"parts are {', '.join(sorted(order))}")
-    wanted = [name for name in order if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)]
-    return [lowered.traced.parts[name] for name in wanted]
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(f"no part is called {pattern}", remedy=f"parts are {', '.join(sorted(names))}")
+    return [name for name in names if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _plain(found: Finding) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # it brings NumPy, which `--help` does not need
 
 #: `npucc.cache` reads it as well.
 CACHE_VARIABLE = "NPUCC_CACHE"
+TUNING_VARIABLE = "NPUCC_TUNING"
 
 ModelOption = Annotated[
     str | None,
@@ -85,16 +86,30 @@ FusionOption = Annotated[
 JobsOption = Annotated[int, typer.Option("-j", "--jobs", metavar="N", min=1, help="rngd: parts compiled at once.")]
 MaxProductsOption = Annotated[
     int | None,
-    typer.Option("--max-mm", metavar="N", min=1, help="rngd: products with weights per part at most.  [default: 3]"),
+    typer.Option(
+        "--max-mm", metavar="N", min=1, help="rngd: products with weights per part at most.  [default: tuned, or 3]"
+    ),
 ]
 TacticOption = Annotated[
     str | None,
-    typer.Option("--tactic", metavar="HINT", help="rngd: tactic hint.  [default: ForLlmModelComputeBound]"),
+    typer.Option(
+        "--tactic", metavar="HINT", help="rngd: tactic hint of all parts.  [default: tuned, or ForLlmModelComputeBound]"
+    ),
 ]
 MaxShapesOption = Annotated[
     int | None,
     typer.Option("--max-shapes", metavar="N", min=1, help="rngd: tensor layouts tried; few compile sooner."),
 ]
+TuningOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--tuning",
+        envvar=TUNING_VARIABLE,
+        metavar="FILE",
+        help="rngd: tuning table beside the one that comes with npucc; may be given again, a later one wins.",
+    ),
+]
+NoTuningOption = Annotated[bool, typer.Option("--no-tuning", help="rngd: use no tuning table at all.")]
 CacheOption = Annotated[
     Path | None,
     typer.Option(

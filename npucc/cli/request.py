@@ -77,6 +77,8 @@ def _read(
     max_mm: o.MaxProductsOption = None,
     tactic: o.TacticOption = None,
     max_shapes: o.MaxShapesOption = None,
+    tuning: o.TuningOption = None,
+    no_tuning: o.NoTuningOption = False,
     verify: Annotated[
         Form, typer.Option("--verify", help="rngd: form of the graphs that are checked and kept; lowered is slow.")
     ] = "imported",
@@ -88,5 +90,12 @@ def _read(
     what = o.build_options(recipe, flags, ignore_config_key)
     from npucc.targets import TargetOptions
 
-    told = TargetOptions(fusion=fusion, max_products=max_mm, tactic=tactic, max_shapes=max_shapes, verify=verify)
+    told = TargetOptions(
+        fusion=fusion,
+        max_products=max_mm,
+        tactic=tactic,
+        max_shapes=max_shapes,
+        verify=verify,
+        tables=None if no_tuning else tuple(tuning or ()),
+    )
     return Request(what, told)

@@ -34,6 +34,8 @@ MEMORY = 16 << 30
 #: Relative error in the Euclidean norm that f32 arithmetic may show against float64. Sums of some ten thousand products
 #: stay below 1e-6; a wrong rewrite is off by far more than this.
 BOUND = 2e-5
+#: Integers are exact.
+TIES = 0.0
 
 _PROVIDERS = ["CPUExecutionProvider"]
 

@@ -30,6 +30,7 @@ from npubundle.part import Estimate
 from npucc.errors import CompilerError, ResourceError, UnsupportedOperatorError
 from npucc.graph import Graph, described
 from npucc.targets.target import CompiledPart, CutPolicy
+from npucc.tuning import TunedCut, TunedPart, Tuning
 from npucc.workers.pool import Command, Pool
 
 NAME = "rngd"
@@ -46,6 +47,8 @@ FUSIONS = (1, 2, 4, 8)
 CLOCK_MHZ = 1000
 CROSS_COMPILER = "aarch64-linux-gnu-gcc"
 HINT = "ForLlmModelComputeBound"
+#: Products with weights per part of a layer.
+PRODUCTS = 3
 
 #: Raise it whenever the worker may hand the compiler another graph for the same canonical graph.
 WORKER_VERSION = 2
@@ -56,12 +59,20 @@ _INSTALL = "apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
+class OutOfMemoryError(ResourceError):
+    """The host has less memory than the compilation of one part takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tactics:
     """What the compiler is told about its search; None leaves it to the compiler."""
 
     hint: str = HINT
     max_shapes: int | None = None
+
+    def __str__(self) -> str:
+        """For people."""
+        return self.hint if self.max_shapes is None else f"{self.hint}, shapes {self.max_shapes}"
 
     def to_dict(self) -> dict[str, str]:
         """As it stands in a part's identity."""
@@ -77,21 +88,28 @@ class Tactics:
 class RngdTarget:
     """Compiles for `fusion` processing elements in at most `jobs` processes at once.
 
+    `tactics` and `max_products` hold for all parts and layers. Where they are None, `tuning` says what is best for each
+    of those that it knows.
+
     `verify` is the form of graph that is checked and kept: as the compiler `imported` it, or `lowered`, which models
     the device's casts, takes as long as the compilation, and runs a hundred times slower.
     """
 
     fusion: int = 8
     jobs: int = 1
-    tactics: Tactics = field(default_factory=Tactics)
-    max_products: int = 3
+    tactics: Tactics | None = None
+    max_products: int | None = None
     verify: str = "imported"
     python: str | None = None
+    tuning: Tuning = field(default_factory=Tuning)
 
     NAME = NAME
     MEDIA_TYPE = MEDIA_TYPE
     #: bf16 has 8 bits of mantissa: products of rounded factors, rounded once more. A wrong rewrite is off by far more.
     BOUND = 3e-2
+    #: Of 16,000 random logits the two largest are the same bf16 number in one row of ten or so; half of those rows have
+    #: the larger one later.
+    TIES = 0.15
     #: HBM of one card.
     MEMORY = 48 << 30
 
@@ -113,8 +131,9 @@ class RngdTarget:
             repeat_products_within=128,
             products="bf16",
             swap=True,
-            products_per_part=self.max_products,
+            products_per_part=self.max_products or PRODUCTS,
             own_memory=True,
+            tuned_products=self._tuned_products if self.max_products is None else None,
         )
 
     @property
@@ -134,9 +153,35 @@ class RngdTarget:
 
     def options(self, graph: Graph) -> dict[str, str]:
         """What else than graph and toolchain decides a part's bytes."""
-        del graph
+        return self.options_with(self.tactics_of(graph))
+
+    def options_with(self, tactics: Tactics) -> dict[str, str]:
+        """The same for tactics that a search tries."""
         form = {} if self.verify == "imported" else {"graph": self.verify}
-        return {"fusion": str(self.fusion), **self.tactics.to_dict(), **form}
+        return {"fusion": str(self.fusion), **tactics.to_dict(), **form}
+
+    def tactics_of(self, graph: Graph) -> Tactics:
+        """What the compiler is told about this part."""
+        if self.tactics is not None:
+            return self.tactics
+        known = self.tuned_part(graph)
+        return Tactics() if known is None else Tactics(known.tactic, known.max_shapes)
+
+    def tuned_part(self, graph: Graph) -> TunedPart | None:
+        """What the tables know of a part, for this fusion and the installed compiler."""
+        return self.tuning.part(graph, self.fusion, self.compiler)
+
+    def tuned_cut(self, layer: Graph) -> TunedCut | None:
+        """The same of a layer's joint graph."""
+        return self.tuning.cut(layer, self.fusion, self.compiler)
+
+    def _tuned_products(self, layer: Graph) -> int | None:
+        known = self.tuned_cut(layer)
+        return None if known is None else known.products_per_part
+
+    def compiler(self) -> str:
+        """The revision of the installed compiler."""
+        return self.toolchain()["furiosa-compiler"]
 
     def bundle_options(self) -> dict[str, str]:
         """What a runtime has to know of the whole bundle."""
@@ -153,24 +198,32 @@ class RngdTarget:
         Raises `UnsupportedOperatorError` for a graph that the compiler does not take, `ResourceError` for a toolchain
         that does not work, `WorkerFailedError` for a worker that died twice.
         """
+        return self.compile_with(graph, self.tactics_of(graph))
+
+    def compile_with(self, graph: Graph, tactics: Tactics, limit: float | None = None) -> CompiledPart:
+        """The same with other tactics. Raises `OutOfTimeError` as well, after `limit` seconds."""
         with self._folder_for(graph) as folder:
-            self._ask_about(graph, "compile", folder)
+            answer = self._ask_about(graph, "compile", folder, tactics, limit)
             summary = json.loads((folder / "summary.json").read_bytes())
-            return CompiledPart(
-                (folder / "part.bin").read_bytes(), (folder / "part.dfg").read_bytes(), estimate_of(summary)
-            )
+            program, imported = (folder / "part.bin").read_bytes(), (folder / "part.dfg").read_bytes()
+            return CompiledPart(program, imported, estimate_of(summary), answer.get("seconds"))
 
     def imported(self, graph: Graph) -> CompiledPart:
         """What `execute` runs, without a program."""
         with self._folder_for(graph) as folder:
-            self._ask_about(graph, "import", folder)
+            self._ask_about(graph, "import", folder, self.tactics_of(graph))
             return CompiledPart(b"", (folder / "part.dfg").read_bytes())
 
-    def _ask_about(self, graph: Graph, what: str, folder: Path) -> None:
+    def _ask_about(
+        self, graph: Graph, what: str, folder: Path, tactics: Tactics, limit: float | None = None
+    ) -> Mapping[str, Any]:
         request = {"do": what, "graph": str(folder / "graph.json"), "out": str(folder), "form": self.verify}
-        answer = self._workers().ask(request | {"options": self.tactics.request()}, about=f"part {graph.name}")
+        asked = request | {"options": tactics.request()}
+        answer = self._workers().ask(asked, about=f"part {graph.name}", limit=limit)
         if "ok" not in answer:
             raise _refusal(graph, answer)
+        done: Mapping[str, Any] = answer["ok"]
+        return done
 
     @contextmanager
     def _folder_for(self, graph: Graph) -> Iterator[Path]:
@@ -321,7 +374,7 @@ def _refusal(graph: Graph, answer: Mapping[str, Any]) -> CompilerError:
     short = text[-1500:]
     where = f"part {graph.name}"
     if answer.get("error") == "MemoryError":
-        return ResourceError(f"out of memory while {where} was compiled", remedy="build with a smaller -j")
+        return OutOfMemoryError(f"out of memory while {where} was compiled", remedy="build with a smaller -j")
     if answer.get("error") == "OSError":
         what = f"the compile worker cannot read or write its files: {short}"
         return ResourceError(what, where=where, remedy="free space in the folder for temporary files, or set TMPDIR")

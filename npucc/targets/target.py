@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy.typing as npt
@@ -26,6 +27,7 @@ class CutPolicy:
         between layers are f32.
     swap -- rotary embedding by a product with a matrix.
     products_per_part -- parts of a layer hold at most so many products with weights; None for whole layers.
+    tuned_products -- that number for a layer's joint graph, where a tuning table knows it.
     own_memory -- the target has memory of its own: what picks rows of tables runs on the host, and its results move.
     """
 
@@ -37,15 +39,20 @@ class CutPolicy:
     swap: bool = False
     products_per_part: int | None = None
     own_memory: bool = False
+    tuned_products: Callable[[Graph], int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """A part's payload; for a device, also the graph that its executor runs, and the compiler's estimate."""
+    """A part's payload; for a device, also the graph that its executor runs, and the compiler's estimate.
+
+    `seconds` is what the compilation took, where that is worth remembering.
+    """
 
     payload: bytes
     graph: bytes | None = None
     estimate: Estimate | None = None
+    seconds: float | None = None
 
 
 class Target(Protocol):
@@ -57,6 +64,8 @@ class Target(Protocol):
     NAME: str
     MEDIA_TYPE: str
     BOUND: float
+    #: Share of integers that may differ: of equally large values, rounding chooses the first.
+    TIES: float
     MEMORY: int
     jobs: int
 
@@ -99,8 +108,9 @@ class Target(Protocol):
 class TargetOptions:
     """What a user may say of a target; a target ignores what does not concern it.
 
-    `jobs` parts are compiled at once. `max_products`, `tactic` and `max_shapes` are for compilers that search; `verify`
-    chooses which form of a graph is checked, where a compiler has two.
+    `jobs` parts are compiled at once. `max_products`, `tactic` and `max_shapes` are for compilers that search, and hold
+    for all parts, whatever tuning tables say. `tables` are files of such tables beside the one that comes with npucc;
+    None for no table at all. `verify` chooses which form of a graph is checked, where a compiler has two.
     """
 
     fusion: int | None = None
@@ -109,6 +119,7 @@ class TargetOptions:
     tactic: str | None = None
     max_shapes: int | None = None
     verify: str = "imported"
+    tables: tuple[Path, ...] | None = ()
 
 
 def find(name: str, options: TargetOptions | None = None) -> Target:
@@ -129,9 +140,12 @@ def _cpu(options: TargetOptions) -> Target:
 
 def _rngd(options: TargetOptions) -> Target:
     from npucc.targets.rngd import FUSIONS, HINT, RngdTarget, Tactics
+    from npucc.tuning import Tuning
 
     fusion = max(FUSIONS) if options.fusion is None else options.fusion
     if fusion not in FUSIONS:
         raise UsageError(f"fusion is {fusion}", remedy=f"a card's programs use {', '.join(map(str, FUSIONS))} elements")
-    tactics = Tactics(options.tactic or HINT, options.max_shapes)
-    return RngdTarget(fusion, options.jobs, tactics, options.max_products or 3, options.verify)
+    by_hand = options.tactic is not None or options.max_shapes is not None
+    tactics = Tactics(options.tactic or HINT, options.max_shapes) if by_hand else None
+    tuning = Tuning() if options.tables is None else Tuning.load(options.tables)
+    return RngdTarget(fusion, options.jobs, tactics, options.max_products, options.verify, tuning=tuning)

@@ -30,6 +30,17 @@ class WorkerFailedError(CompilerError):
     exit_code = ExitCode.RESOURCE
 
 
+class StoppedError(WorkerFailedError):
+    """The pool was closed, or is, while it was asked."""
+
+
+class OutOfTimeError(CompilerError):
+    """A worker took longer over a request than it was given."""
+
+    code = "worker"
+    exit_code = ExitCode.RESOURCE
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """How to start a worker, and the first line to tell it. Nothing of our own environment reaches it."""
@@ -45,6 +56,7 @@ class Worker:
     def __init__(self, command: Command, log: Path) -> None:
         """Start it and wait for its greeting. Raises `ResourceError` if it cannot be started."""
         self.log = log
+        self.out_of_time = False
         try:
             with log.open("wb") as errors:
                 self._process = subprocess.Popen(
@@ -66,8 +78,25 @@ class Worker:
             raise ResourceError(f"the compile worker does not start: {said}", where=command.arguments[0])
         self.greeting: Answer = greeted["ok"]
 
-    def ask(self, request: Mapping[str, Any]) -> Answer | None:
-        """The answer; None if the process ended instead."""
+    def ask(self, request: Mapping[str, Any], limit: float | None = None) -> Answer | None:
+        """The answer; None if the process ended instead, by itself or, `out_of_time`, after `limit` seconds."""
+        if limit is None:
+            return self._ask(request)
+        timer = threading.Timer(limit, self._end_late)
+        timer.start()
+        try:
+            answer = self._ask(request)
+        finally:
+            timer.cancel()
+            timer.join()  # it may have begun
+        return None if self.out_of_time else answer
+
+    def _end_late(self) -> None:
+        self.out_of_time = True
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _ask(self, request: Mapping[str, Any]) -> Answer | None:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise RuntimeError("a worker without pipes")
@@ -120,14 +149,15 @@ class Pool:
         self._idle.put(worker)
         return worker.greeting
 
-    def ask(self, request: Mapping[str, Any], *, about: str) -> Answer:
+    def ask(self, request: Mapping[str, Any], *, about: str, limit: float | None = None) -> Answer:
         """The answer to a request; a worker that dies over it is replaced once.
 
-        Raises `WorkerFailedError` with the log if the second dies as well, `ResourceError` if none can be started.
+        Raises `WorkerFailedError` with the log if the second dies as well, `OutOfTimeError` if one takes longer than
+        `limit` seconds (not counting its start), `ResourceError` if none can be started, `StoppedError` after `close`.
         """
         for attempt in (1, 2):
             worker = self._take()
-            answer = worker.ask(request)
+            answer = worker.ask(request, limit)
             if answer is not None:
                 self._idle.put(worker)
                 return answer
@@ -136,12 +166,14 @@ class Pool:
             self._idle.put(None)
             if self._closed:
                 break
+            if worker.out_of_time:
+                raise OutOfTimeError(f"the compile worker took more than {limit:.0f} s over {about}")
             if attempt == 2:
                 what = f"the compile worker died twice over {about}"
                 raise WorkerFailedError(
                     f"{what}: {said}", where=str(worker.log), remedy="see the log; is memory short?"
                 )
-        raise WorkerFailedError(f"the build was stopped during {about}")
+        raise StoppedError(f"the build was stopped during {about}")
 
     def close(self) -> None:
         """End all workers, also those at work."""
@@ -159,6 +191,9 @@ class Pool:
 
     def _take(self) -> Worker:
         worker = self._idle.get()
+        if self._closed:
+            self._idle.put(None)  # for the next that asks
+            raise StoppedError("the build was stopped")
         if worker is not None:
             return worker
         with self._lock:
@@ -171,6 +206,11 @@ class Pool:
             raise
         with self._lock:
             self._all.add(made)
+            closed = self._closed
+        if closed:  # in the meantime, so that nobody else ends it
+            self._discard(made)
+            self._idle.put(None)
+            raise StoppedError("the build was stopped")
         return made
 
     def _discard(self, worker: Worker) -> None:

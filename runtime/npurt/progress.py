@@ -41,16 +41,26 @@ def wants_color(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool
 
 
 class Progress:
-    """Shows phases, notes and steps. Threads may call it; a stream that nobody reads any more is no error."""
+    """Shows phases, notes and steps. Threads may call it; a stream that nobody reads any more is no error.
+
+    `check` is called as a phase begins, goes on and ends; what it raises ends the phase.
+    """
 
     def __init__(
-        self, style: Style, stream: TextIO, *, environ: Mapping[str, str] = os.environ, log_every: int = 1
+        self,
+        style: Style,
+        stream: TextIO,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        log_every: int = 1,
+        check: Callable[[], None] | None = None,
     ) -> None:
         terminal = stream.isatty() and environ.get("TERM") != "dumb"
         self.style: Style = ("tty" if terminal else "plain") if style == "auto" else style
         self.color = wants_color(stream, environ) and self.style in {"tty", "plain"}
         self._stream = stream
         self._log_every = log_every
+        self._check = check or (lambda: None)
         self._phases = 0
         self._lock = threading.RLock()
         self._line = ""  # what stands on the terminal's last line and is drawn again after each note
@@ -77,6 +87,7 @@ class Progress:
         def advance(done: int, total: int) -> None:
             nonlocal share
             share = f"{done}/{total} "
+            self._check()
             if self.style == "tty" and time.monotonic() - self._drawn >= _REDRAW:
                 self._draw(f"{label} {share}")
 
@@ -84,7 +95,9 @@ class Progress:
             self._draw(label)
         with self._heart(beat):
             try:
+                self._check()
                 yield advance
+                self._check()
             except BaseException as error:
                 tell("FAILED" if isinstance(error, Exception) else "INTERRUPTED")
                 raise

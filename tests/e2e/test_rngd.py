@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,42 @@ def test_the_bundle_says_what_a_step_is_estimated_to_cost(bundle: Built) -> None
     assert parts["layer.forward.save.0"]["graph"]["size"] > 0
     assert "2026.4.0" in document["toolchain"]["furiosa-torch"]
     assert document["toolchain"]["cross-gcc"]
+
+
+#: Compiles two parts as the build did and prints the digests of their programs.
+ELSEWHERE = """
+import json, os, sys
+from pathlib import Path
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from npubundle.digest import sha256_of
+from npubundle.recipe import Recipe
+from npucc.models.config_reader import read_model
+from npucc.parts import trace
+from npucc.targets import TargetOptions, find
+
+target = find("rngd", TargetOptions(fusion=1))
+traced = trace(read_model(Path(sys.argv[1])), Recipe(seq_len=32, rank=8, targets=("q", "v")), target.CUT)
+try:
+    found = {name: sha256_of(target.compile_part(traced.parts[name].graph).payload) for name in sys.argv[2:]}
+finally:
+    target.close()
+print(json.dumps(found))
+"""
+
+
+def test_other_cores_home_locale_and_variables_give_the_same_programs(
+    rngd_python: str, bundle: Built, model: Path, tmp_path: Path
+) -> None:
+    names = ("layer.forward.save.2", "layer.backward.save.0", "head.end")
+    shutil.copy(model / "config.json", tmp_path)
+    strange = {"HOME": str(tmp_path), "LC_ALL": "tr_TR.UTF-8", "TACTIC_SORTING_SEED": "7", "NPU_ARCH": "other",
+               "OMP_NUM_THREADS": "1", "TZ": "Asia/Seoul", "NPUCC_RNGD_PYTHON": rngd_python}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path / "config.json"), *names],
+        env={"PATH": os.environ["PATH"]} | strange, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(run("npucc", "inspect", str(bundle.path), "--trust", str(bundle.trust), "--json"))
+    built = {part["name"]: part["digest"] for part in document["parts"]}
+    assert json.loads(done.stdout) == {name: built[name] for name in names}

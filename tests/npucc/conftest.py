@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,11 +68,3 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(tiny.config()), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def _restored_signals() -> Iterator[None]:
-    """`main` sets a handler for SIGTERM; pytest's own comes back after the test."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)

@@ -22,6 +22,7 @@ class FaultyTarget:
     GRAPH_MEDIA_TYPE = cpu.GRAPH_MEDIA_TYPE
     CUT: CutPolicy = cpu.CUT
     BOUND = cpu.BOUND
+    TIES = cpu.TIES
     MEMORY = cpu.MEMORY
     jobs = 1
 

@@ -83,9 +83,24 @@ def test_wrong_values_and_shapes_are_refused(bend: Bend, said: str) -> None:
 
 
 def test_wrong_integers_are_refused() -> None:
-    failure = refused(other_integers)
-    assert failure.what == "integers differ from the reference"
-    assert failure.where == "part product, output best"
+    assert refused(other_integers).what == "1 of all integers differ from the reference (bound 0)"
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [(1, True), (2, False)])
+def test_a_target_that_rounds_may_choose_another_of_equal_values(wrong: int, passes: bool) -> None:
+    def bend(arrays: list[Array]) -> list[Array]:
+        arrays[1][:wrong] += 1
+        return arrays
+
+    target = FaultyTarget(bend=bend)
+    target.TIES = 0.25  # of four
+    part = cpu.compile_part(product())
+    if passes:
+        found = measure(product(), part, target, {})
+        assert (found[1].relative, found[1].absolute, found[1].cosine) == (0.25, 1.0, 0.75)
+    else:
+        with pytest.raises(NumericsError, match=r"0\.5 of all integers differ"):
+            measure(product(), part, target, {})
 
 
 @pytest.mark.parametrize("bend", [lambda arrays: arrays[:1], lambda arrays: [*arrays, arrays[0]]])

@@ -3,13 +3,15 @@
     python -m tests.npurt.simulated_cli train --bundle any.npub ...
 
 `SIMULATOR` in the environment is a JSON object: `poison` ({"6": "loss"}), `step_seconds` (so long takes every
-micro-step), `load_seconds` (so long takes loading), `checkpoints_fail` (the disk is full whenever one is written).
+micro-step), `load_seconds` (so long takes loading), `checkpoints_fail` (the disk is full whenever one is written),
+`signal` (SIGTERM comes while the bundle is opened: "in a finalizer", which loses its exception, or "in exec").
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -33,6 +35,11 @@ class SimulatedBundle:
     def open(cls, path: str, **_: Any) -> Self:
         """No file is read."""
         assert path
+        match json.loads(os.environ.get("SIMULATOR", "{}")).get("signal"):
+            case "in a finalizer":
+                Finalized()
+            case "in exec":
+                exec("signal.raise_signal(signal.SIGTERM)", {"signal": signal})
         return cls(simulated_config(), Simulator().manifest_digest)
 
     def __enter__(self) -> Self:
@@ -40,6 +47,13 @@ class SimulatedBundle:
 
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
+
+
+class Finalized:
+    """Sends a signal from where Python discards exceptions."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def install(settings: dict[str, Any]) -> None:

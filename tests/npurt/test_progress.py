@@ -130,6 +130,29 @@ def test_phase_that_fails() -> None:
     assert "y INTERRUPTED" in stream.getvalue()
 
 
+@pytest.mark.parametrize(("last", "reached"), [(1, []), (2, ["begun"]), (3, ["begun", "on"])])
+def test_phase_is_ended_by_what_its_check_raises(last: int, reached: list[str]) -> None:
+    calls: list[str] = []
+    found: list[str] = []
+
+    def check() -> None:
+        calls.append("check")
+        if len(calls) == last:
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        with display.phase("data", "z") as advance:
+            found.append("begun")
+            advance(1, 2)
+            found.append("on")
+
+    display = Progress("plain", stream := io.StringIO(), environ={}, check=check)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert found == reached
+    assert "z INTERRUPTED" in stream.getvalue()
+
+
 class Deserted(io.StringIO):
     def write(self, _: str) -> int:
         raise BrokenPipeError

@@ -125,19 +125,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in words
     with Signals() as signals:
         try:
-            code = _run(words, signals)
-            sys.stdout.flush()
+            code = _run(words, signals, as_json=as_json)
+            signals.finish()
         except KeyboardInterrupt:
+            signals.interrupted = True
+        if signals.interrupted:
             code = int(signals.exit_code)
             print(json.dumps({"code": "interrupted", "exit_code": code}) if as_json else "interrupted", file=sys.stderr)
-        except BrokenPipeError:
-            # Whoever read the output has gone; Python would complain once more while it exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = int(ExitCode.FIXABLE)
-        except Exception as caught:  # noqa: BLE001 -- the last resort: our fault becomes a message and an exit code
-            error = _as_error(caught)
-            print(json.dumps(error.as_dict()) if as_json else error.render(), file=sys.stderr)
-            code = int(error.exit_code)
+    return code
+
+
+def _run(words: list[str], signals: Signals, *, as_json: bool) -> int:
+    try:
+        code = _run_words(words, signals)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has gone; Python would complain once more while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.FIXABLE)
+    except Exception as caught:  # noqa: BLE001 -- the last resort: our fault becomes a message and an exit code
+        signals.check()  # a library may have made this of the signal
+        error = _as_error(caught)
+        print(json.dumps(error.as_dict()) if as_json else error.render(), file=sys.stderr)
+        return int(error.exit_code)
     return code
 
 
@@ -167,7 +177,7 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _run(words: list[str], signals: Signals) -> int:
+def _run_words(words: list[str], signals: Signals) -> int:
     parser = build_parser()
     try:
         parsed, unknown = parser.parse_known_args(words)

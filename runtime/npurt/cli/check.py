@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from npurt.gradient_check import GradientReport
 
 
-def run(settings: Settings, _signals: Signals) -> int:
+def run(settings: Settings, signals: Signals) -> int:
     """Compare gradients; the exit code is 1 if one is out of bounds."""
     from npurt.gradient_check import check_gradients
 
-    progress = common.make_progress(settings)
+    progress = common.make_progress(settings, signals)
     output = common.Output(as_json=settings["json"], progress=progress)
     with common.open_bundle(settings, progress) as bundle:
         layers = min(settings["layers"], bundle.config.model.num_hidden_layers)

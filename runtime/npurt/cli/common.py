@@ -14,6 +14,7 @@ from npurt.cli.options import Settings
 from npurt.config import TrainConfig
 from npurt.errors import MismatchError
 from npurt.progress import Progress
+from npurt.signals import Signals
 
 if TYPE_CHECKING:
     from npurt.bundle import Bundle
@@ -52,12 +53,12 @@ class Output:
             self._progress.warn("nobody reads standard output any more; going on without it")
 
 
-def make_progress(settings: Settings, *, log_every: int = 1) -> Progress:
+def make_progress(settings: Settings, signals: Signals, *, log_every: int = 1) -> Progress:
     """The progress display; on a terminal that shows JSON already, none unless asked for."""
     style = settings["progress"]
     if style == "auto" and settings["json"] and sys.stdout.isatty():
         style = "quiet"
-    return Progress(style, sys.stderr, log_every=log_every)
+    return Progress(style, sys.stderr, log_every=log_every, check=signals.check)
 
 
 def open_bundle(settings: Settings, progress: Progress) -> Bundle:

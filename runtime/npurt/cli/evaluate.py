@@ -10,7 +10,7 @@ from npurt.config import TrainConfig
 from npurt.signals import Signals
 
 
-def run(settings: Settings, _signals: Signals) -> int:
+def run(settings: Settings, signals: Signals) -> int:
     """Evaluate; returns the exit code."""
     config = TrainConfig(
         template=settings["template"],
@@ -20,7 +20,7 @@ def run(settings: Settings, _signals: Signals) -> int:
         prepack=settings["prepack"],
         threads=settings["threads"],
     )
-    progress = common.make_progress(settings)
+    progress = common.make_progress(settings, signals)
     output = common.Output(as_json=settings["json"], progress=progress)
     with ExitStack() as stack:
         bundle = stack.enter_context(common.open_bundle(settings, progress))

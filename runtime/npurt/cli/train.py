@@ -43,7 +43,7 @@ class _Run:
 def run(settings: Settings, signals: Signals) -> int:
     """Train; returns the exit code."""
     config = train_config(settings)
-    progress = common.make_progress(settings, log_every=config.log_every)
+    progress = common.make_progress(settings, signals, log_every=config.log_every)
     output = common.Output(as_json=settings["json"], progress=progress)
     with ExitStack() as stack:
         bundle = stack.enter_context(common.open_bundle(settings, progress))

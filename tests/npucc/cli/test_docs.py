@@ -34,7 +34,6 @@ def example() -> str:
     return str(block)
 
 
-@pytest.mark.usefixtures("_restored_signals")
 def test_help_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "")  # the tool sets it
     monkeypatch.syspath_prepend(str(ROOT / "tools"))

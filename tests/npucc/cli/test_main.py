@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -104,24 +103,6 @@ def test_a_closed_stream_swallows_what_is_printed(
     again = run("keygen", "--out", tmp_path / "key")
     assert (again.code, again.out) == (1, "")
     getattr(sys, closed).close()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_told_as_json(number: signal.Signals, code: int) -> None:
-    script = (
-        "import os, signal, sys, npucc.cli as cli\n"
-        "import typer\n"
-        "app = cli.app\n"
-        "@app.command('wait')\n"
-        "def wait(as_json: bool = typer.Option(False, '--json')) -> None:\n"
-        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"    os.kill(os.getpid(), {int(number)})\n"
-        "    signal.pause()\n"
-        "sys.exit(cli.main(['wait', '--json']))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert json.loads(done.stderr) == {"code": "interrupted", "exit_code": code}
 
 
 @pytest.mark.parametrize("output", ["none/out.npub", "folder.npub", "file"])

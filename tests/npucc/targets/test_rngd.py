@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,9 @@ from npucc.errors import CompilerError, ResourceError, UnsupportedOperatorError,
 from npucc.graph import Graph
 from npucc.graph.capture import capture
 from npucc.targets import CompiledPart, TargetOptions, find, rngd
-from npucc.targets.rngd import RngdTarget, Tactics, _refusal
+from npucc.targets.rngd import OutOfMemoryError, RngdTarget, Tactics, _refusal
 from npucc.workers.pool import WorkerFailedError
+from tests.npucc.rngd_stand_in import VERSIONS, Sdk, script
 
 #: Answers what the file `answer` beside it says, if there is one. A program is what it was asked for, a graph runs as
 #: the identity.
@@ -56,53 +55,11 @@ for line in sys.stdin:
             Path(result).write_bytes(Path(source).read_bytes())
         print(json.dumps({"ok": {}}), flush=True)
 """
-VERSIONS = {"furiosa-torch": "1.2.3", "furiosa-compiler": "4.5", "torch": "2.0"}
-
-
-@dataclass
-class Sdk:
-    """An environment of furiosa-torch, and a folder with cross tools that a target finds instead of the host's."""
-
-    root: Path
-
-    @property
-    def python(self) -> str:
-        return str(self.root / "env" / "bin" / "python")
-
-    @property
-    def record(self) -> Path:
-        (found,) = self.root.glob("env/lib/*/site-packages/furiosa_torch-1.2.3.dist-info/RECORD")
-        return found
-
-    @property
-    def greeted(self) -> list[Any]:
-        """What each worker was told at its start."""
-        file = self.root / "worker" / "greeted"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def write(self, name: str, value: object) -> None:
-        """A file that the stand-in reads."""
-        (self.root / "worker" / name).write_text(json.dumps(value))
-
-
-def script(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 @pytest.fixture
 def sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sdk:
-    made = Sdk(tmp_path)
-    script(tmp_path / "worker" / "rngd.py", WORKER)
-    made.write("versions", VERSIONS)
-    script(Path(made.python), f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    script(tmp_path / "env/lib/python3.12/site-packages/furiosa_torch-1.2.3.dist-info/RECORD", "a.py,sha256=1,9\n")
-    for tool in ("gcc", "ld"):
-        script(tmp_path / "tools" / f"aarch64-linux-gnu-{tool}", f"#!/bin/sh\necho '{tool} 13.2'\necho more\n")
-    monkeypatch.setattr(rngd, "_WORKER", tmp_path / "worker" / "rngd.py")
-    monkeypatch.setitem(rngd._ENVIRONMENT, "PATH", str(tmp_path / "tools"))
-    return made
+    return Sdk.install(tmp_path, WORKER, monkeypatch)
 
 
 MakeTarget = Callable[..., RngdTarget]
@@ -322,7 +279,7 @@ def test_a_refusal_reaches_the_caller(sdk: Sdk, target: MakeTarget) -> None:
 @pytest.mark.parametrize(
     ("answer", "kind", "said", "remedy"),
     [
-        ({"error": "MemoryError", "text": ""}, ResourceError, "out of memory", "smaller -j"),
+        ({"error": "MemoryError", "text": ""}, OutOfMemoryError, "out of memory", "smaller -j"),
         (
             {"error": "CompileError", "text": "aarch64-linux-gnu-gcc: not found"},
             ResourceError,

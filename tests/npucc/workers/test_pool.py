@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from npucc.errors import ResourceError
-from npucc.workers.pool import Command, Pool, WorkerFailedError
+from npucc.workers.pool import Command, OutOfTimeError, Pool, StoppedError, WorkerFailedError
 
 WORKER = r"""
 import json, os, signal, sys, time
@@ -112,3 +112,28 @@ def test_closing_ends_workers_at_work(tmp_path: Path) -> None:
     assert failures == ["the build was stopped during x"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_request_that_takes_too_long_ends_its_worker_alone(tmp_path: Path) -> None:
+    with Pool(command(tmp_path), 1, tmp_path) as pool:
+        slow = pool.greeting()["pid"]
+        with pytest.raises(OutOfTimeError, match=r"more than 0 s over layer\.forward"):
+            pool.ask({"sleep": 3600}, about="layer.forward", limit=0.1)
+        with pytest.raises(ProcessLookupError):
+            os.kill(slow, 0)
+        answer = pool.ask({}, about="the next", limit=600)["ok"]
+        assert answer["pid"] == pool.greeting()["pid"] != slow
+
+
+def test_a_worker_that_dies_within_its_time_is_replaced(tmp_path: Path) -> None:
+    with Pool(command(tmp_path), 1, tmp_path) as pool:
+        assert pool.ask({"die_unless": str(tmp_path / "died")}, about="x", limit=600)["ok"]
+
+
+def test_a_closed_pool_starts_nothing(tmp_path: Path) -> None:
+    pool = Pool(command(tmp_path), 1, tmp_path)
+    pool.close()
+    for _ in range(2):
+        with pytest.raises(StoppedError):
+            pool.ask({}, about="x")
+    assert not list(tmp_path.glob("worker-*.log"))

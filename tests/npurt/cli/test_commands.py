@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,27 @@ def test_public_names() -> None:
     assert set(dir(npurt)) == set(npurt.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Trainee'"):
         npurt.Trainee  # noqa: B018
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_during_the_first_imports_is_quiet(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "difflib.py").write_text(f"import signal; signal.raise_signal({int(number)})")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "npurt", "--version"]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_signal_whose_exception_a_library_rewords(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: Any) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:
+            raise RuntimeError("lost") from error
+        return 0
+
+    monkeypatch.setattr("npurt.cli.doctor.run", run)
+    assert main(["doctor"]) == 143
+    assert capsys.readouterr().err == "interrupted\n"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -182,6 +183,14 @@ def test_signal_while_loading(cli: Cli) -> None:
     assert process.returncode == 143
     assert stdout == ""
     assert stderr.splitlines()[-1] == "interrupted"
+    assert not cli.out.exists()
+
+
+@pytest.mark.parametrize("where", ["in a finalizer", "in exec"])
+def test_signal_where_python_mishandles_exceptions(cli: Cli, where: str) -> None:
+    done = cli("train", simulator={"signal": where})
+    assert (done.returncode, done.stdout) == (143, "")
+    assert re.fullmatch(r"#1 \[bundle\] any.npub INTERRUPTED \d\.\ds\ninterrupted\n", done.stderr)
     assert not cli.out.exists()
 
 

@@ -21,7 +21,17 @@ from tests.npucc.tiny import model
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 #: Flags that say how to compile, and not what: no keys of a recipe file.
-OF_A_TARGET = ["--fusion", "--jobs", "--max-mm", "--tactic", "--max-shapes", "--verify", "--graphs"]
+OF_A_TARGET = [
+    "--fusion",
+    "--jobs",
+    "--max-mm",
+    "--tactic",
+    "--max-shapes",
+    "--verify",
+    "--tuning",
+    "--no-tuning",
+    "--graphs",
+]
 OURS = ["how-to/build.md", "how-to/add-an-architecture.md", "reference/recipe.md", "reference/part-cache.md"]
 
 

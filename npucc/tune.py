@@ -95,8 +95,15 @@ class Report:
 
     @property
     def gain(self) -> int:
-        """Cycles less per step."""
+        """Cycles less per step by better tactics."""
         return sum(part.gain or 0 for part in self.parts)
+
+    @property
+    def cut_gain(self) -> int | None:
+        """Cycles less per step by a better cut; None if the usual one or no other was measured."""
+        cycles = {cut.products: cut.cycles for cut in self.cuts}
+        usual, best = cycles.get(PRODUCTS), cycles.get(self.products)
+        return None if usual is None or best is None or len(cycles) == 1 else usual - best
 
 
 @dataclass

@@ -77,6 +77,7 @@ def as_dict(report: Report, table: Path) -> dict[str, Any]:
         "table": str(table),
         "products_per_part": report.products,
         "cuts": [_cut_dict(cut) for cut in report.cuts],
+        "cut_gain": report.cut_gain,
         "parts": [_part_dict(part) for part in report.parts],
         "cycles": report.cycles,
         "gain": report.gain,
@@ -130,10 +131,15 @@ def as_text(report: Report, table: Path) -> str:
     lines += [
         "",
         f"{report.gain:,} of {report.cycles:,} cycles per step less ({percent:.1f} %), by the vendor's estimate",
-        f"layers in parts of at most {report.products} products; the table is {table}",
+        f"layers in parts of at most {report.products} products{_saved(report)}",
+        f"builds read it with --tuning {table}",
         *_unfinished(report),
     ]
     return "\n".join(lines)
+
+
+def _saved(report: Report) -> str:
+    return f", which takes {report.cut_gain:,} cycles per step less than the usual cut" if report.cut_gain else ""
 
 
 def _row(part: PartReport) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class Worker:
         """The answer; None if the process ended instead, by itself or, `out_of_time`, after `limit` seconds."""
         if limit is None:
             return self._ask(request)
-        timer = threading.Timer(limit, self._end_late)
+        timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._end_late)
         timer.start()
         try:
             answer = self._ask(request)

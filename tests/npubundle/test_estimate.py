@@ -10,7 +10,7 @@ import pytest
 
 from npubundle import canonical
 from npubundle.errors import FormatError
-from npubundle.estimate import LABEL, PhaseEstimate, device_memory, estimate
+from npubundle.estimate import LABEL, PhaseEstimate, device_memory, estimate, step_launches
 from npubundle.part import Estimate, Part
 from npubundle.program import Program
 from tests.npubundle.programs import apart, small
@@ -34,6 +34,14 @@ def test_a_step_is_the_sum_of_its_launches() -> None:
     assert found.seconds == pytest.approx(14e-3)
     assert found.tokens_per_s == pytest.approx(30 / 14e-3)
     assert found.energy == pytest.approx(14e-3 * 50)
+
+
+def test_launches_of_a_step_are_counted_by_part() -> None:
+    program, parts = small()
+    block, embed, layer, update = sorted(parts)
+    more = dataclasses.replace(program, phases=dict(program.phases) | {"evaluate": program.phases["update"]})
+    for each in (program, more):
+        assert step_launches(each) == {block: 5, embed: 1, layer: 1, update: 1}
 
 
 def test_other_phases_are_no_part_of_a_step() -> None:

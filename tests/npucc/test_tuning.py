@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from npubundle.tensor import TensorType
+from npucc.cli import main
 from npucc.errors import UsageError
 from npucc.graph import Graph
 from npucc.graph.capture import capture
@@ -17,6 +18,7 @@ from npucc.passes import simplify
 from npucc.targets import TargetOptions, find
 from npucc.targets.rngd import RngdTarget
 from npucc.tuning import SHIPPED, Cost, Table, TunedCut, TunedPart, Tuning, extend, key_of
+from tests.npucc import tiny
 
 PART = TunedPart("doubled", "Default", 4, Cost(80, 1.5), Cost(100, 9.0), "fc43")
 CUT = TunedCut("llama 36 s14", 2, 900, 40, 1000, "fc43")
@@ -50,6 +52,21 @@ def test_a_file_is_extended_and_what_it_has_stays(tmp_path: Path) -> None:
     found = Table.load(path)
     assert found.cuts == table().cuts
     assert found.parts == {**table(better).parts, **table(fusion=4).parts}
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_a_file_stays_as_it_was_where_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    extend(path, parts=table().parts)
+
+    def broken(_: Table) -> bytes:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr(Table, "encode", broken)
+        extend(path, cuts=table().cuts)
+    assert Table.load(path).parts == table().parts
+    assert not Table.load(path).cuts
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
@@ -129,3 +146,18 @@ def test_flags_win_over_tables(tmp_path: Path) -> None:
     shapes = find("rngd", TargetOptions(max_shapes=2, tables=(path,)))
     assert shapes.options(doubled())["max_shapes"] == "2"
     assert find("rngd", TargetOptions(tables=None)).options(doubled())["tactic"] == "ForLlmModelComputeBound"
+
+
+def test_the_variable_names_several_files_and_a_flag_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_bytes(table().encode())
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config()))
+    words = ["plan", "--model", str(tmp_path / "config.json"), "--cache-dir", str(tmp_path / "cache")]
+    monkeypatch.setenv("NPUCC_TUNING", f"{one}:{two}")
+    assert main([*words, "--target", "rngd"]) == 2
+    assert f"where: {two}" in capsys.readouterr().err
+    assert main([*words, "--target", "rngd", "--tuning", str(tmp_path / "three.json")]) == 2
+    assert "three.json" in capsys.readouterr().err
+    assert main([*words, "--target", "cpu"]) == 0  # it has no tables

@@ -38,7 +38,14 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """`run("plan", "--json")` runs the command in an empty folder, with nothing of the user's around it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("NPUCC_CACHE", "NPUCC_TUNING", "NPUCC_TRUST_POLICY", "NPUCC_KEY_PASSPHRASE", "NPUCC_DEBUG", "XDG_CONFIG_HOME"):
+    for name in (
+        "NPUCC_CACHE",
+        "NPUCC_TUNING",
+        "NPUCC_TRUST_POLICY",
+        "NPUCC_KEY_PASSPHRASE",
+        "NPUCC_DEBUG",
+        "XDG_CONFIG_HOME",
+    ):
         monkeypatch.delenv(name, raising=False)
 
     def command(*words: object) -> Result:

@@ -45,7 +45,8 @@ for line in sys.stdin:
         if hint == "ForLlmModelIOBound" and not (here / "prompt").exists():
             time.sleep(3600)
         factor = 80 if hint == "ForLlmModelComputeIOBalanced" else 100
-        cycles = len(raw) ** (2 if (here / "dear").exists() else 1) * factor // (1 if shapes is None else 2 if shapes == 4 else 1)
+        size = len(raw) ** (2 if (here / "dear").exists() else 1)
+        cycles = size * factor // (2 if shapes == 4 else 1)
         if hint == "Default":
             answer = {"error": "CompileError", "text": "no tactics"}
         else:
@@ -200,7 +201,7 @@ def test_a_variant_that_computes_wrong_results_never_wins(
     monkeypatch.setattr(trials, "measure", measure)
     (report,) = search(target, tmp_path, names=("head.begin",)).parts
     assert report.tactics == Tactics()
-    assert [trial.text for trial in report.trials if trial.outcome is Outcome.FAILED][0] == "differs"
+    assert next(trial.text for trial in report.trials if trial.outcome is Outcome.FAILED) == "differs"
     assert len(list((tmp_path / "cache").glob("parts/*/*.part"))) == 1
 
 

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any, Self
 
-from workshop import BIN, ROOT, rngd_python, versions
+import psutil
+from workshop import BIN, ROOT, rngd_python, signing_key, versions, work_folder
 
 from npurt import Bundle
 
@@ -48,29 +47,14 @@ class Memory:
 
     def _sample(self) -> None:
         while not self._done.wait(0.5):
-            self.peak = max(self.peak, sum(map(resident, descendants(os.getpid()))))
+            self.peak = max(self.peak, sum(map(resident, psutil.Process().children(recursive=True))))
 
 
-def descendants(root: int) -> set[int]:
-    """Processes that another one has started, and those that they have."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found: set[int] = set()
-    while more := {child for child, parent in parents.items() if parent in found | {root}} - found:
-        found |= more
-    return found
-
-
-def resident(process: int) -> int:
+def resident(process: psutil.Process) -> int:
     """Resident bytes of a process; 0 if it has ended."""
     try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
         return 0
 
 
@@ -86,7 +70,7 @@ def build(step: list[str], work: Path, name: str) -> tuple[dict[str, Any], Path]
     """Build a bundle; what the command says of it, and its file."""
     path = work / f"{name}.npub"
     path.unlink(missing_ok=True)
-    files = ["--key", work / "bench.key", "--cache-dir", work / "cache", "-o", path]
+    files = ["--key", signing_key(work)[0], "--cache-dir", work / "cache", "-o", path]
     started = time.monotonic()
     said = npucc("build", *step, *files)
     return said | {"seconds": round(time.monotonic() - started, 1)}, path
@@ -104,7 +88,7 @@ def after_another_rank(step: list[str], jobs: list[str], work: Path) -> dict[str
     plan = npucc("plan", *step, "--cache-dir", work / "cache")
     missing = [part["name"] for part in plan["parts"] if not part["cached"]]
     said, path = build([*step, *jobs], work, "rank")
-    with Bundle.open(path, trust=work / "bench.key.pub") as bundle:
+    with Bundle.open(path, trust=signing_key(work)[1]) as bundle:
         state = {"lora", "grad", "grad_step"}
         trained = {
             call.part
@@ -117,13 +101,9 @@ def after_another_rank(step: list[str], jobs: list[str], work: Path) -> dict[str
         "seconds": said["seconds"],
         "compiled": said["compiled"],
         "parts": missing,
-        "parts_without_lora": sorted(name for name in missing if name not in trained and not _saved(name)),
+        # The reference's parts run on the host, and are compiled in no time.
+        "parts_without_lora": [n for n in sorted(missing) if n not in trained and not n.startswith("reference.")],
     }
-
-
-def _saved(name: str) -> bool:
-    """Host parts are compiled in no time, and not counted."""
-    return name.startswith("reference.")
 
 
 def main() -> None:
@@ -137,18 +117,14 @@ def main() -> None:
     parser.add_argument("--other-rank", default="8", help="0 leaves that build out")
     parser.add_argument("--work", type=Path)
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = chosen.work or Path(temporary)
-        work.mkdir(parents=True, exist_ok=True)
+    with work_folder(chosen.work) as work:
         print(json.dumps(measure(chosen, work), indent=2, sort_keys=True))
 
 
 def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
     """All figures."""
     rngd_python()
-    key, trust = work / "bench.key", work / "bench.key.pub"
-    if not key.exists():
-        subprocess.run([BIN / "npucc", "keygen", "--out", key], check=True, stdout=subprocess.DEVNULL)
+    _, trust = signing_key(work)
     step = ["--model", str(chosen.config), "--target", "rngd", "--seq-len", chosen.seq_len, "--fusion", chosen.fusion]
     step += ["--targets", "q,v", "--activations", "save"]
     jobs = ["-j", chosen.jobs]

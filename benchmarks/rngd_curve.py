@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from workshop import BIN, model_folder, rngd_python, versions
+from workshop import BIN, model_folder, rngd_python, signing_key, versions, work_folder
 
 #: Documents of the text, which is the Python language reference.
 ROWS = 60
@@ -38,12 +37,10 @@ def run(*words: object, allowed: Sequence[int] = (0,)) -> str:
 
 def build(chosen: argparse.Namespace, work: Path, model: Path, target: str) -> Path:
     """A signed bundle of the target."""
-    key, path = work / "bench.key", work / f"{target}.npub"
-    if not key.exists():
-        run(BIN / "npucc", "keygen", "--out", key)
+    path = work / f"{target}.npub"
     recipe = ["--rank", 16, "--targets", "q,v", "--seq-len", chosen.seq_len]
     device = ["--fusion", chosen.fusion, "-j", chosen.jobs, "--verify", chosen.verify] if target == "rngd" else []
-    files = ["--model", model, "--key", key, "--cache-dir", work / "cache", "-o", path]
+    files = ["--model", model, "--key", signing_key(work)[0], "--cache-dir", work / "cache", "-o", path]
     run(BIN / "npucc", "build", "--target", target, *recipe, *device, *files)
     return path
 
@@ -58,7 +55,7 @@ def losses(npurt: Sequence[object], device: str, bundle: Path, model: Path, step
     how = ["--steps", steps, "--lr", "1e-3", "--seed", 1, "--device", device]
     log.unlink(missing_ok=True)
     started = time.monotonic()
-    run(*npurt, "train", "--bundle", bundle, "--trust", folder / "bench.key.pub", *files, *how)
+    run(*npurt, "train", "--bundle", bundle, "--trust", signing_key(folder)[1], *files, *how)
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     found = [line["loss"] for line in lines if line["event"] == "step"]
     return found, (time.monotonic() - started) / steps
@@ -75,9 +72,7 @@ def main() -> None:
     parser.add_argument("--verify", choices=["imported", "lowered"], default="imported")
     parser.add_argument("--work", type=Path)
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = chosen.work or Path(temporary)
-        work.mkdir(parents=True, exist_ok=True)
+    with work_folder(chosen.work) as work:
         print(json.dumps(measure(chosen, work), indent=2, sort_keys=True))
 
 
@@ -86,7 +81,7 @@ def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
     python = rngd_python()
     model, npurt = model_folder(), [python, "-m", "npurt"]
     device = build(chosen, work, model, "rngd")
-    words = ["--trust", work / "bench.key.pub", "--weights", model, "--device", "rngd-sim", "--layers", chosen.layers]
+    words = ["--trust", signing_key(work)[1], "--weights", model, "--device", "rngd-sim", "--layers", chosen.layers]
     started = time.monotonic()
     report = json.loads(run(*npurt, "check", "--bundle", device, *words, "--json", allowed=(0, 1)))  # 1: out of bounds
     cosines = [tensor["cosine"] for tensor in report["tensors"]]

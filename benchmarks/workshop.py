@@ -11,7 +11,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,32 @@ def rngd_python() -> str:
     return made.stdout.strip()
 
 
-def build_bundle(folder: Path, model: Path, seq_len: int) -> tuple[Path, Path]:
-    """A signed bundle for LoRA r16 on q and v, and the public key; built once per folder."""
-    key, bundle = folder / "bench.key", folder / f"s{seq_len}.npub"
+@contextmanager
+def work_folder(chosen: Path | None) -> Iterator[Path]:
+    """The folder that was chosen, made if need be; without one, a temporary folder."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def signing_key(folder: Path) -> tuple[Path, Path]:
+    """A private key and its public one; made once per folder."""
+    key = folder / "bench.key"
     if not key.exists():
         subprocess.run([BIN / "npucc", "keygen", "--out", key], check=True, stdout=subprocess.DEVNULL)
+    return key, key.with_suffix(".key.pub")
+
+
+def build_bundle(folder: Path, model: Path, seq_len: int) -> tuple[Path, Path]:
+    """A signed bundle for LoRA r16 on q and v, and the public key; built once per folder."""
+    (key, trust), bundle = signing_key(folder), folder / f"s{seq_len}.npub"
     if not bundle.exists():
         recipe = ["--rank", "16", "--alpha", "32", "--targets", "q,v", "--seq-len", str(seq_len)]
         files = ["--model", str(model), "--key", str(key), "-o", str(bundle)]
         command = [str(BIN / "npucc"), "build", "--target", "cpu", *recipe, *files, "--progress", "quiet"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return bundle, key.with_suffix(".key.pub")
+    return bundle, trust
 
 
 def run_worker(command: Sequence[str | Path], **environment: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from npucc.errors import CompilerError, InternalError, NumericsError, UnsupportedOperatorError
+from npucc.errors import CompilerError, UnsupportedOperatorError
 from npucc.graph import Graph, Node, described
 from npucc.numerics import Sampler, bound_of, errors
 from npucc.passes.dead_code import remove_dead_code
@@ -55,9 +55,7 @@ def examine_compiled(
     if not wrong:
         return None
     text = "; ".join(f"{error.output} differs by {error.relative:.3g} (bound {bound:.3g})" for error, bound in wrong)
-    node = _first_wrong(graph, target, samplers)
-    until = graph if node is None else prefix(graph, _position(graph, node) + 1)
-    return Finding(graph.name, "wrong", text, node, until)
+    return _finding(graph, "wrong", text, _first_wrong(graph, target, samplers))
 
 
 def _refused(graph: Graph, target: Target, refusal: CompilerError, seconds: float) -> Finding:
@@ -68,9 +66,14 @@ def _refused(graph: Graph, target: Target, refusal: CompilerError, seconds: floa
             return True
         return False
 
-    count = first_failing(graph, fails, seconds)
-    node = None if count is None else graph.nodes[count - 1]
-    return Finding(graph.name, "refused", refusal.what, node, graph if count is None else prefix(graph, count))
+    return _finding(graph, "refused", refusal.what, first_failing(graph, fails, seconds))
+
+
+def _finding(graph: Graph, kind: str, text: str, count: int | None) -> Finding:
+    """With the first `count` nodes it goes wrong; None where nobody knows."""
+    if count is None:
+        return Finding(graph.name, kind, text, None, graph)
+    return Finding(graph.name, kind, text, graph.nodes[count - 1], prefix(graph, count))
 
 
 def first_failing(graph: Graph, fails: Callable[[Graph], bool], seconds: float) -> int | None:
@@ -102,19 +105,17 @@ def prefix(graph: Graph, count: int) -> Graph:
     return remove_dead_code(cut, drop_inputs=True)
 
 
-def _first_wrong(graph: Graph, target: Target, samplers: Mapping[str, Sampler]) -> Node | None:
-    """The first node whose own value is beyond the bound, all of them made outputs of one graph."""
-    shown = [node for node in graph.nodes if node.op not in _LAYOUTS and node.type.dtype != "bool"]
-    everything = dataclasses.replace(graph, outputs=tuple((node.name, node.name) for node in shown))
+def _first_wrong(graph: Graph, target: Target, samplers: Mapping[str, Sampler]) -> int | None:
+    """The least number of nodes of which one has a value beyond its bound, all of them made outputs of one graph."""
+    shown = {
+        node.name: count
+        for count, node in enumerate(graph.nodes, 1)
+        if node.op not in _LAYOUTS and node.type.dtype != "bool"
+    }
+    everything = dataclasses.replace(graph, outputs=tuple((name, name) for name in shown))
     try:
         found = errors(everything, target.imported(everything), target, samplers)
-    except (NumericsError, CompilerError):
+    except CompilerError:
         return None
-    return next((n for n, error in zip(shown, found, strict=True) if not error.within(bound_of(n.type, target))), None)
-
-
-def _position(graph: Graph, node: Node) -> int:
-    for index, other in enumerate(graph.nodes):
-        if other.name == node.name:
-            return index
-    raise InternalError(f"{node.name} is no node of {graph.name}")
+    beyond = (shown[e.output] for e in found if not e.within(bound_of(graph.types[e.output], target)))
+    return next(beyond, None)

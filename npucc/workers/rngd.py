@@ -251,8 +251,8 @@ def _tensor(array: Any, kind: str) -> Any:
 def _blamed(request: Json, text: str) -> list[str]:
     """The nodes of the request's graph that an error's text names, in order.
 
-    The compiler knows them by the names that they have in the exported program: `#gm:sum_1`, or `%sum_1` in a listing
-    of a few. So it is exported again, noting which node each of those comes from.
+    The compiler knows them by the names that they have in the exported program, as in `#gm:sum_1`. So the graph is
+    exported again, noting which of its nodes each of those comes from.
     """
     import torch.fx.traceback as meta
     from furiosa.torch.export.exported_program import preprocess_exported_program

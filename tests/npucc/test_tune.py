@@ -23,11 +23,13 @@ from npucc.trials import Bench, Budget, Outcome, Trial, winner
 from npucc.tune import CutReport, Report, Search
 from npucc.tuning import Cost, Table, Tuning
 from tests.npucc import tiny
-from tests.npucc.rngd_stand_in import Sdk
+from tests.npucc.rngd_stand_in import EXECUTE, Sdk
 
 #: Computes with PyTorch. A hint has a factor on the cycles; `Default` is refused, `ForLlmModelIOBound` takes for ever,
 #: unless there is a file `prompt`. With a file `dear`, large parts are out of proportion.
-WORKER = r"""
+WORKER = (
+    EXECUTE
+    + r"""
 import json, os, sys, time
 from pathlib import Path
 
@@ -55,17 +57,10 @@ for line in sys.stdin:
             (out / "part.dfg").write_bytes(raw)
             (out / "summary.json").write_text(json.dumps({"rlir_stats": {"total_cycle": cycles}, "peak_power": "-"}))
     else:
-        import numpy as np
-        import torch
-        from npucc.graph import Graph
-        from npucc.graph.interpret import interpret
-
-        graph = Graph.from_dict("part", json.loads(Path(request["dfg"]).read_bytes()))
-        found = interpret(graph, [torch.from_numpy(np.load(name)) for _, name in request["inputs"]])
-        for tensor, (kind, name) in zip(found, request["outputs"]):
-            np.save(name, tensor.numpy() if tensor.dtype == torch.int32 else tensor.float().numpy())
+        execute(request)
     print(json.dumps(answer), flush=True)
 """
+)
 PATTERNS = ("head.begin", "layer.forward.save.2")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from npubundle.errors import FormatError
 from npubundle.liveness import planned
+from npubundle.part import Part
 from npubundle.program import Buffer, Call, Move, Operand, Program, Source
 from npubundle.tensor import TensorType
 from npurt import devices
 from npurt.bundle import Bundle
 from npurt.devices import DeviceOptions
 from npurt.devices.cpu import CpuDevice
-from npurt.devices.device import Form
+from npurt.devices.device import Device, Form
 from npurt.errors import DeviceError
 from npurt.gradient_check import check_gradients
 from npurt.loading import memory_needed
@@ -153,13 +154,21 @@ def test_memory_is_counted_by_space() -> None:
 
 
 def test_host_weights_are_filled_and_moved_and_bf16_is_what_ml_dtypes_calls_so(folder: Path) -> None:
-    bf16 = TensorType("bf16", (toy.H, toy.H))
-    program = planned(bf16_program(bf16))
+    check_bf16(apart.FarDevice(), *bf16_parts(), folder)
+
+
+def bf16_parts() -> tuple[dict[str, Part], dict[str, bytes]]:
+    """`widen` for the device and `narrow` for the host, and their models."""
     text = "(bfloat16[4,4] x) => (float[4,4] y) { y = Cast <to = 1> (x) }"
     back = "(float[4,4] x) => (bfloat16[4,4] y) { y = Cast <to = 16> (x) }"
     raw = {"widen": toy.payload(text), "narrow": toy.payload(back)}
-    parts = {name: toy.part(name, model) for name, model in raw.items()}
-    machine = Machine(program, parts, apart.FarDevice(), constants=False, host=CpuDevice())
+    return {name: toy.part(name, model) for name, model in raw.items()}, raw
+
+
+def check_bf16(device: Device, parts: Mapping[str, Part], raw: Mapping[str, bytes], folder: Path) -> None:
+    """A bf16 weight of the checkpoint in `folder` comes through `bf16_program` on a device as it was."""
+    program = planned(bf16_program(TensorType("bf16", (toy.H, toy.H))))
+    machine = Machine(program, parts, device, constants=False, host=CpuDevice())
     machine.prepare(["step"], Checkpoint.open(folder), lambda part, _form: raw[part])
     machine.run("step")
     wanted = toy.weights()["layers.0.w"]

@@ -30,10 +30,11 @@ import numpy as np
 
 from npubundle.errors import Error, FormatError
 from npubundle.fields import Problems
-from npubundle.part import Part, Port
+from npubundle.part import Part
 from npubundle.tensor import TensorType
 from npurt.arrays import Array, bfloat16
 from npurt.devices.device import Form, Region
+from npurt.devices.furiosa_torch import PACKAGE, check_operands, is_vendors, not_here, tensor_of
 from npurt.devices.tensor_memory import Place, TensorMemory
 from npurt.errors import DeviceError
 
@@ -46,7 +47,6 @@ CARD_MEMORY = 48 << 30
 #: Processing elements of a card, which is also the greatest fusion on one card.
 ELEMENTS = 8
 
-_PACKAGE = "furiosa-torch"
 _COMPILER = "furiosa-compiler"
 _FUSION = "fusion"
 #: Arrays up to this size are copied, so that their transfer need not be waited for.
@@ -102,7 +102,7 @@ class RngdDevice:
         problems = Problems()
         for media_type in sorted({part.media_type for part in parts} - {MEDIA_TYPE}):
             problems.add("parts", f"{media_type} is no form of part that this device runs; rebuild with --target rngd")
-        installed = {_PACKAGE: self._kit.version, _COMPILER: self._kit.compiler}
+        installed = {PACKAGE: self._kit.version, _COMPILER: self._kit.compiler}
         for name, version in sorted({item for part in parts for item in part.requires.items()}):
             if name in installed:
                 if not _same(version, installed[name]):
@@ -143,7 +143,7 @@ class RngdDevice:
         with self._lock, self._faults(f"cannot open {self.name}", _CANNOT_OPEN):
             known = self._kit.furiosa.get_available_devices()
             if self.name not in known:
-                what = f"{_PACKAGE} knows no {self.name}, only {', '.join(known) or 'none'}"
+                what = f"{PACKAGE} knows no {self.name}, only {', '.join(known) or 'none'}"
                 raise DeviceError(what, remedy="name one of those")
             self._stream = self._kit.furiosa.default_stream(self.name)
         self._fusion = fusion
@@ -179,7 +179,7 @@ class RngdDevice:
         with self._lock, self._faults(f"cannot copy {region.kind} to {self.name}"):
             staged = array.nbytes <= _STAGED
             plain = np.array(array, order="C") if staged else np.require(array, requirements=["C", "W"])
-            source = self._kit.tensor_of(plain, region.kind)
+            source = tensor_of(self._kit.torch, plain, region.kind)
             place.memory.room(place).copy_(source, non_blocking=staged)
             if staged:
                 self._staged.append(source)
@@ -259,17 +259,17 @@ class RngdDevice:
 
     @contextmanager
     def _faults(self, what: str, remedy: str | None = None) -> Iterator[None]:
-        """Whatever furiosa-torch raises, as a `DeviceError`: its panics derive from BaseException, as interrupts do."""
+        """Whatever furiosa-torch raises, as a `DeviceError`."""
         try:
             yield
-        except (Error, KeyboardInterrupt, SystemExit, MemoryError):
-            raise
         except BaseException as error:
+            if isinstance(error, Error) or not is_vendors(error):
+                raise
             text = f"{what}: {str(error).strip().partition(chr(10))[0]}"
             if isinstance(error, self._kit.torch.OutOfMemoryError):
                 text += f"; npurt takes {self._taken / 1e9:.2f} of {self._memory / 1e9:.2f} GB"
                 remedy = _MORE_MEMORY
-            raise DeviceError(text, where=f"{self.name}, {_PACKAGE} {self._kit.version}", remedy=remedy) from error
+            raise DeviceError(text, where=f"{self.name}, {PACKAGE} {self._kit.version}", remedy=remedy) from error
 
 
 class RngdExecutable:
@@ -282,13 +282,7 @@ class RngdExecutable:
 
     def bind(self, args: Sequence[Region], results: Sequence[Region]) -> RngdBound:
         """Remember the places: which tensors lie there is known when it runs."""
-        sides: tuple[tuple[str, Sequence[Port], Sequence[Region]], ...] = (
-            ("inputs", self._part.inputs, args),
-            ("outputs", self._part.outputs, results),
-        )
-        for what, ports, regions in sides:
-            if [port.type for port in ports] != [region.kind for region in regions]:
-                raise ValueError(f"operands that are not the {what} of part {self._part.name}")
+        check_operands(self._part, args, results)
         return RngdBound(self._device, self._part, self._program, tuple(args), tuple(results))
 
 
@@ -326,11 +320,7 @@ class _Kit:
             import torch
             from furiosa.torch._C.tensor import strided_view
         except ImportError as error:
-            raise DeviceError(
-                f"the device {device} needs {_PACKAGE}, which cannot be imported here",
-                where=str(error),
-                remedy=f"run npurt in the environment where {_PACKAGE} is installed: pip install 'npurt[rngd]'",
-            ) from error
+            raise not_here(device, error) from error
         self.device = device
         self.torch: Any = torch
         self.furiosa: Any = furiosa.torch
@@ -358,12 +348,6 @@ class _Kit:
     def copy(self, source: Any, target: Any) -> None:
         """Copy within the device."""
         target.copy_(source, non_blocking=True)
-
-    def tensor_of(self, array: Array, kind: TensorType) -> Any:
-        """A host tensor that shares an array's memory. bf16 goes by its bits, since torch does not know numpy's."""
-        if kind.dtype == "bf16":
-            return self.torch.from_numpy(array.view(np.uint16)).view(self.torch.bfloat16)
-        return self.torch.from_numpy(array)
 
     def array_of(self, tensor: Any, kind: TensorType) -> Array:
         """The inverse of `tensor_of`."""

@@ -18,6 +18,7 @@ from npubundle.fields import Problems
 from npubundle.part import Part
 from npurt.arrays import Array
 from npurt.devices.device import Form, Region
+from npurt.devices.furiosa_torch import PACKAGE, check_operands, is_vendors, not_here, tensor_of
 from npurt.devices.host_memory import HostMemory
 from npurt.errors import DeviceError
 
@@ -29,7 +30,6 @@ GRAPH_MEDIA_TYPES = frozenset(
         "application/vnd.npucc.graph.v1+furiosa-lowered-dfg",
     }
 )
-_PACKAGE = "furiosa-torch"
 
 
 class RngdSimDevice(HostMemory):
@@ -46,11 +46,7 @@ class RngdSimDevice(HostMemory):
             import torch
             from furiosa.torch._C.executor import DfgExecutor
         except ImportError as error:
-            raise DeviceError(
-                f"the device {self.name} needs {_PACKAGE}, which cannot be imported here",
-                where=str(error),
-                remedy=f"run npurt in the environment where {_PACKAGE} is installed: pip install 'npurt[rngd]'",
-            ) from error
+            raise not_here(self.name, error) from error
         self._torch = torch
         self._executor: Any = DfgExecutor
 
@@ -63,10 +59,10 @@ class RngdSimDevice(HostMemory):
             problems.add("parts", what)
         for media_type in sorted({part.graph.media_type for part in parts if part.graph} - GRAPH_MEDIA_TYPES):
             problems.add("parts", f"{media_type} is no form of graph that this device runs")
-        installed = metadata.version(_PACKAGE)
-        for version in sorted({part.requires[_PACKAGE] for part in parts if _PACKAGE in part.requires}):
+        installed = metadata.version(PACKAGE)
+        for version in sorted({part.requires[PACKAGE] for part in parts if PACKAGE in part.requires}):
             if _numbers(installed) != _numbers(version):  # nothing says that one version reads another's graphs
-                problems.add(_PACKAGE, f"the bundle needs {version}, {installed} is installed")
+                problems.add(PACKAGE, f"the bundle needs {version}, {installed} is installed")
         problems.raise_any("this host cannot run the bundle", DeviceError)
 
     def load(self, part: Part, payload: bytes, constants: Mapping[int, Array]) -> RngdSimExecutable:
@@ -76,7 +72,7 @@ class RngdSimDevice(HostMemory):
         try:
             executor = self._executor.deserialize(payload)
         except BaseException as error:
-            raise _fault(error, f"{_PACKAGE} cannot load the graph of part {part.name}") from error
+            raise _fault(error, f"{PACKAGE} cannot load the graph of part {part.name}") from error
         return RngdSimExecutable(part, executor, self._torch)
 
     def settle(self) -> None:
@@ -92,14 +88,9 @@ class RngdSimExecutable:
         self._torch = torch
 
     def bind(self, args: Sequence[Region], results: Sequence[Region]) -> RngdSimBound:
-        """Make tensors that share the arguments' memory, once.
-
-        The executor does not compare them with its graph, so this does with what the bundle says of it.
-        """
-        for what, ports, regions in (("input", self._part.inputs, args), ("output", self._part.outputs, results)):
-            if [port.type for port in ports] != [region.kind for region in regions]:
-                raise ValueError(f"operands that are not the {what}s of part {self._part.name}")
-        tensors = [_tensor(self._torch, region) for region in args]
+        """Make tensors that share the arguments' memory, once."""
+        check_operands(self._part, args, results)
+        tensors = [tensor_of(self._torch, region.handle, region.kind) for region in args]
         places = [region.handle.reshape(-1).view(np.uint8) for region in results]
         return RngdSimBound(self._part, self._executor, tensors, places)
 
@@ -131,13 +122,6 @@ class RngdSimBound:
             np.copyto(place, raw)
 
 
-def _tensor(torch: Any, region: Region) -> Any:
-    """A tensor that shares a region's memory. bf16 goes by its bits, since numpy's bf16 is unknown to torch."""
-    if region.kind.dtype == "bf16":
-        return torch.from_numpy(region.handle.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(region.handle)
-
-
 def _bytes(tensor: Any) -> Array:
     """A result comes as bare bytes, or with the type that the graph gives it."""
     import torch
@@ -147,11 +131,10 @@ def _bytes(tensor: Any) -> Array:
 
 
 def _fault(error: BaseException, what: str) -> BaseException:
-    """A panic of the vendor's code derives from BaseException, as an interrupt does, which is not ours to keep."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+    if not is_vendors(error):
         return error
     first = str(error).strip().partition("\n")[0]
-    return DeviceError(f"{what}: {first}", where=f"{_PACKAGE} {metadata.version(_PACKAGE)}")
+    return DeviceError(f"{what}: {first}", where=f"{PACKAGE} {metadata.version(PACKAGE)}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

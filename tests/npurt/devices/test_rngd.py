@@ -13,20 +13,16 @@ import pytest
 from numpy.typing import NDArray
 
 from npubundle.errors import FormatError
-from npubundle.liveness import planned
 from npubundle.tensor import TensorType
 from npurt.bundle import Bundle
 from npurt.devices import rngd
-from npurt.devices.cpu import CpuDevice
 from npurt.devices.rngd import RngdDevice
 from npurt.gradient_check import check_gradients
-from npurt.machine import Machine
 from npurt.session import Session
-from npurt.weights import Checkpoint
 from tests.npurt import fake_furiosa as fake
 from tests.npurt import toy_bundle as toy
 from tests.npurt.rngd_parts import ADD, F32, REQUIRES, compiled, failure, regions, rngd_part, write_bundle
-from tests.npurt.test_apart import bf16_program
+from tests.npurt.test_apart import bf16_parts, check_bf16
 from tests.npurt.test_session import SCALE, expected, fill
 
 Array = NDArray[Any]
@@ -118,25 +114,11 @@ def test_results_stay_where_the_card_put_them(card: fake.Card, bundle: Bundle, f
 
 
 def test_bf16_crosses_in_both_directions(card: fake.Card, folder: Path) -> None:
-    texts = {
-        "widen": "(bfloat16[4,4] x) => (float[4,4] y) { y = Cast <to = 1> (x) }",
-        "narrow": "(float[4,4] x) => (bfloat16[4,4] y) { y = Cast <to = 16> (x) }",
-    }
-    program = planned(bf16_program(TensorType("bf16", (toy.H, toy.H))))
-    models = {name: toy.payload(text) for name, text in texts.items()}
-    parts = {name: toy.part(name, model) for name, model in models.items()}
+    parts, models = bf16_parts()
     parts["widen"], models["widen"] = rngd_part(parts["widen"], models["widen"])
     device = RngdDevice()
     device.check([parts["widen"]])
-    machine = Machine(program, parts, device, constants=False, host=CpuDevice())
-    machine.prepare(["step"], Checkpoint.open(folder), lambda part, _form: models[part])
-    machine.run("step")
-    wanted = toy.weights()["layers.0.w"]
-    assert machine.read("again").dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(machine.read("wide"), wanted)
-    np.testing.assert_array_equal(machine.read("again"), wanted.astype(ml_dtypes.bfloat16))
-    assert machine.view("again") is None
-    machine.close()
+    check_bf16(device, parts, models, folder)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

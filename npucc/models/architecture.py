@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from npubundle.model_config import ModelConfig
 
-#: `linear(target, x)`: the projection named `target` applied to x, with its LoRA branch if it has one. It computes in
-#: the dtype of the weights and returns it; whatever is added up or normalised is cast to the dtype of the residual.
-Linear = Callable[[str, torch.Tensor], torch.Tensor]
+
+class Linear(Protocol):
+    """A layer's linear modules, with their LoRA branches."""
+
+    def __call__(self, target: str, x: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
+        """The projection named `target` applied to x, in f32; its factors are rounded to the dtype of the weights.
+
+        With `whole`, the input of the projection itself counts in full.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What attention needs to know of the tokens' layout.
+    """What a layer needs to know of the tokens' layout and of the target.
 
     `cos` and `sin` are (S, head_dim); the first half of `sin` is negated, so that rotating by half a head is
     `x * cos + roll(x, head_dim / 2) * sin`. `mask` is (S, S), 0 where the row may look at the column, else a large
     negative number; above the diagonal it is always the latter, and attention need not look there. `query_rows` is the
     target's wish how many rows attention computes at a time. `swap` (head_dim, head_dim), where a target wants it,
-    exchanges the halves of a head by a product: such targets shuffle elements slowly.
+    exchanges the halves of a head by a product: such targets shuffle elements slowly. Factors of products are rounded
+    to `dtype`.
     """
 
     cos: torch.Tensor
@@ -30,6 +38,7 @@ class Tables:
     mask: torch.Tensor
     query_rows: int
     swap: torch.Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)

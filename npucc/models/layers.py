@@ -11,6 +11,7 @@ import torch
 
 from npubundle.model_config import Rope
 from npucc.models.architecture import Tables
+from npucc.models.products import product, rounded
 
 #: A layer's graph grows with the blocks of its attention; beyond so many they save little more.
 MAX_BLOCKS = 8
@@ -45,28 +46,34 @@ class _RmsNorm(torch.autograd.Function):
         return g * inverse - x * correction, rows.sum(0), None
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """x · sigmoid(x), its gradient spelled out in plain products that every target knows, as few as there can be."""
-    found: torch.Tensor = _Silu.apply(x)  # type: ignore[no-untyped-call]
+def gated(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`silu(gate) · up`, its gradient spelled out in products that every target knows, as few as there can be.
+
+    `dtype` is that of the weights: backward reads gate and up rounded to it, so that no more has to be kept for it than
+    the weights' dtype would take. Its error adds up over no layers, unlike one made on the way forward.
+    """
+    found: torch.Tensor = _Gated.apply(gate, up, dtype)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Silu(torch.autograd.Function):
-    """With s the sigmoid and y the result, the derivative is s + y·(1 - s): backward needs y in any case."""
+class _Gated(torch.autograd.Function):
+    """With s the sigmoid and y = g·s, the derivative of y is s + y·(1 - s): backward needs y in any case."""
 
     @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(x)
+    def forward(gate: torch.Tensor, up: torch.Tensor, _: torch.dtype) -> torch.Tensor:
+        return gate * torch.sigmoid(gate) * up
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], _: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.dtype], _: torch.Tensor) -> None:
+        gate, up, ctx.dtype = inputs
+        ctx.save_for_backward(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, d: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = ctx.saved_tensors[0]
-        s = torch.sigmoid(x)
-        return d * (s + x * s * (1 - s))
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate, up = (rounded(x, ctx.dtype) for x in ctx.saved_tensors)
+        s = torch.sigmoid(gate)
+        y = gate * s
+        return d * up * (s + y * (1 - s)), d * y, None
 
 
 def rotate(x: torch.Tensor, tables: Tables, scale: float = 1.0) -> torch.Tensor:
@@ -76,7 +83,10 @@ def rotate(x: torch.Tensor, tables: Tables, scale: float = 1.0) -> torch.Tensor:
 
 
 def rotate_rows(x: torch.Tensor, tables: Tables, scale: float = 1.0) -> torch.Tensor:
-    """The same on (S, …, D), with halves swapped by a product with `tables.swap`: exact, each sum has one term."""
+    """The same on (S, …, D), with halves swapped by a product with `tables.swap`.
+
+    Each of the product's sums has one term, so that nothing is lost but what rounding to the dtype of `swap` loses.
+    """
     if tables.swap is None:
         raise ValueError("these tables have no swap")
     cos, sin = tables.cos[:, None], tables.sin[:, None]  # (S, 1, D)
@@ -92,9 +102,8 @@ class _RotateRows(torch.autograd.Function):
     def forward(
         x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, swap: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        x, swapped = _with_halves_swapped(x, swap)
-        rotated = x.to(cos.dtype) * cos + swapped.to(cos.dtype) * sin
-        return (rotated if scale == 1.0 else rotated * scale).to(x.dtype)
+        rotated = x * cos + _with_halves_swapped(x, swap) * sin
+        return rotated if scale == 1.0 else rotated * scale
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: torch.Tensor) -> None:
@@ -104,13 +113,13 @@ class _RotateRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin, swap = ctx.saved_tensors
-        d, swapped = _with_halves_swapped(d, swap)
-        rotated = d.to(cos.dtype) * cos - swapped.to(cos.dtype) * sin
-        return (rotated if ctx.scale == 1.0 else rotated * ctx.scale).to(d.dtype), None, None, None, None
+        rotated = d.to(cos.dtype) * cos - _with_halves_swapped(d, swap) * sin
+        return rotated if ctx.scale == 1.0 else rotated * ctx.scale, None, None, None, None
 
 
-def _with_halves_swapped(x: torch.Tensor, swap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x, (x.reshape(-1, x.shape[-1]) @ swap.to(x.dtype)).view(x.shape)
+def _with_halves_swapped(x: torch.Tensor, swap: torch.Tensor) -> torch.Tensor:
+    rows = rounded(x, swap.dtype).reshape(-1, x.shape[-1])
+    return product(rows, rounded(swap, swap.dtype)).view(x.shape)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables) -> torch.Tensor:
@@ -135,49 +144,64 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: 
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
-    return found[0]
+    found: torch.Tensor = _Attention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Attention(torch.autograd.Function):
     """Attention of one block with its gradient.
 
     The queries of a group are stacked into the rows of one product, so that keys and values are never repeated in
-    memory. The gradient is that of FlashAttention (Dao et al. 2022): the row sums of the softmax's gradient come from
-    the narrow results instead of the wide probabilities. Products are in the dtype of q, k and v, softmax in the
-    mask's.
+    memory. Factors of products are rounded to the dtype of q and v, which is that of the result; the rest is in the
+    mask's. The gradient is that of FlashAttention (Dao et al. 2022): the row sums of the softmax's gradient come from
+    the narrow results instead of the wide probabilities.
+
+    Keys that are wider than the queries count in full: what rounding them does to the scores was half of the error in
+    the gradients of thirty layers. Backward rounds them, where the error adds up over no layers; its probabilities
+    are not forward's then, and the row sums are those of its own.
     """
 
     @staticmethod
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        shared, group, rows, D = q.shape
-        scores = torch.bmm(q.reshape(shared, group * rows, D), k.transpose(1, 2))  # (shared, group * rows, n)
-        scores = (scores.to(mask.dtype).view(shared, group, rows, -1) + mask).view(shared, group * rows, -1)
-        probabilities = torch.softmax(scores, dim=-1)
-        return torch.bmm(probabilities.to(v.dtype), v).view(shared, group, rows, D), probabilities
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rest = None if k.dtype == q.dtype else k - rounded(k, q.dtype)
+        p = rounded(_probabilities(q, k, mask, rest), q.dtype)
+        return product(p, rounded(v, q.dtype)).to(q.dtype).view(q.shape)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        q, k, v, _ = inputs
-        mixed, probabilities = output
-        ctx.mark_non_differentiable(probabilities)
-        ctx.save_for_backward(q, k, v, mixed, probabilities)
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
 
     @staticmethod
-    def backward(
-        ctx: Any, d_mixed: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        q, k, v, mixed, p = ctx.saved_tensors
-        shared, group, rows, D = q.shape
-        d = d_mixed.reshape(shared, group * rows, D)
-        mixed = mixed.reshape(shared, group * rows, D)
-        sums = (d.to(p.dtype) * mixed.to(p.dtype)).sum(-1, keepdim=True)
-        d_scores = (p * (torch.bmm(d, v.transpose(1, 2)).to(p.dtype) - sums)).to(q.dtype)  # (shared, group * rows, n)
-        d_q = torch.bmm(d_scores, k).view(shared, group, rows, D)
-        d_k = torch.bmm(d_scores.transpose(1, 2), q.reshape(shared, group * rows, D))
-        return d_q, d_k, torch.bmm(p.to(d.dtype).transpose(1, 2), d), None
+    def backward(ctx: Any, d_mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        q, k, v, mask, mixed = ctx.saved_tensors
+        p = _probabilities(q, k, mask)  # (shared, group * rows, n)
+        d = rounded(_stacked(d_mixed), q.dtype)
+        d_p = product(d, rounded(v, q.dtype).transpose(1, 2))
+        if k.dtype == q.dtype:
+            d_scores = p * (d_p - (d * _stacked(mixed)).sum(-1, keepdim=True))
+        else:
+            weighted = p * d_p
+            d_scores = rounded(weighted - p * weighted.sum(-1, keepdim=True), q.dtype)
+        d_q = product(d_scores, rounded(k, q.dtype)).view(q.shape)
+        d_k = product(d_scores.transpose(1, 2), rounded(_stacked(q), q.dtype))
+        return d_q, d_k, product(rounded(p, q.dtype).transpose(1, 2), d), None
+
+
+def _stacked(x: torch.Tensor) -> torch.Tensor:
+    """(shared, group, rows, D) -> (shared, group * rows, D)."""
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, rest: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`softmax(q (k + rest)ᵀ + mask)`, (shared, group * rows, n)."""
+    queries = rounded(_stacked(q), q.dtype)
+    scores = product(queries, rounded(k, q.dtype).transpose(1, 2))
+    if rest is not None:
+        scores = scores + product(queries, rounded(rest, q.dtype).transpose(1, 2))
+    masked = scores.view(*q.shape[:3], -1) + mask  # (shared, group, rows, n)
+    return torch.softmax(masked.view(scores.shape), dim=-1)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> npt.NDArray[np.float32]:

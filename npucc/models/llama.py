@@ -11,7 +11,7 @@ import torch
 
 from npubundle.model_config import ModelConfig
 from npucc.models.architecture import Architecture, LayerTensor, Linear, Tables
-from npucc.models.layers import causal_attention, rms_norm, rotate, rotate_rows, silu
+from npucc.models.layers import causal_attention, gated, rms_norm, rotate, rotate_rows
 
 
 def layer_tensors(config: ModelConfig) -> tuple[LayerTensor, ...]:
@@ -40,10 +40,9 @@ def layer(
 ) -> torch.Tensor:
     """One decoder layer: (S, hidden) -> (S, hidden)."""
     h = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
-    x = x + linear("o", attention(config, h, linear, tables)).to(x.dtype)
+    x = x + linear("o", attention(config, h, linear, tables))
     h = rms_norm(x, weights["post_norm"], config.rms_norm_eps)
-    gated = silu(linear("gate", h).to(x.dtype)) * linear("up", h).to(x.dtype)
-    return x + linear("down", gated).to(x.dtype)
+    return x + linear("down", gated(linear("gate", h), linear("up", h), tables.dtype))
 
 
 def attention(config: ModelConfig, h: torch.Tensor, linear: Linear, tables: Tables) -> torch.Tensor:
@@ -52,14 +51,15 @@ def attention(config: ModelConfig, h: torch.Tensor, linear: Linear, tables: Tabl
     D, shared = config.head_dim, config.num_key_value_heads
     group = config.num_attention_heads // shared
     q = linear("q", h).view(S, shared, group, D)
-    k = linear("k", h).view(S, shared, D)
-    v = linear("v", h).view(S, shared, D).permute(1, 0, 2)  # (shared, S, D)
+    # Errors of keys move whole columns of scores: of all roundings that of their input costs gradients most.
+    k = linear("k", h, whole=True).view(S, shared, D)
+    v = linear("v", h).to(tables.dtype).view(S, shared, D).permute(1, 0, 2)  # (shared, S, D)
     # Scaling the queries costs S·D products per head, scaling the scores S·S.
     if tables.swap is None:
         q = rotate(q.permute(1, 2, 0, 3), tables, D**-0.5)  # (shared, group, S, D)
         k = rotate(k.permute(1, 0, 2), tables)  # (shared, S, D)
     else:
-        q = rotate_rows(q, tables, D**-0.5).permute(1, 2, 0, 3)
+        q = rotate_rows(q, tables, D**-0.5).to(tables.dtype).permute(1, 2, 0, 3)
         k = rotate_rows(k, tables).permute(1, 0, 2)
     mixed = causal_attention(q, k, v, tables)
     return mixed.permute(2, 0, 1, 3).reshape(S, shared * group * D)

@@ -38,8 +38,8 @@ def cut_into_parts(
 ) -> list[Graph]:
     """Parts in order of execution, named after the graph; `weights` are inputs that are matrices.
 
-    `products` is the most products with weights per part. Inputs and outputs keep their names; values that cross are
-    named `prefix` and a number. Values that do not depend on the inputs `late` are computed just before their first
+    `products` is the most weights that a part multiplies with. Inputs and outputs keep their names; values that cross
+    are named `prefix` and a number. Values that do not depend on the inputs `late` are computed just before their first
     use: in a backward graph, what forward computed already.
     """
     if late:
@@ -88,7 +88,11 @@ def _downstream(graph: Graph, values: set[str]) -> set[str]:
 
 
 def _layouts_first(graph: Graph) -> Graph:
-    """Views and transposes directly after what they arrange, so that a cut may lie behind them."""
+    """Views and transposes directly after what they arrange, so that a cut may lie behind them.
+
+    So are outputs that are casts to a narrower type: what is kept for backward, and need not cross for it.
+    """
+    outputs = {value for _, value in graph.outputs}
     ordered: list[Node] = []
     placed: set[str] = set()
 
@@ -98,7 +102,9 @@ def _layouts_first(graph: Graph) -> Graph:
         placed.add(node.name)
         ordered.append(node)
         for user in graph.users[node.name]:
-            if user.op in {"aten.view.default", "aten.permute.default"}:
+            if user.op in {"aten.view.default", "aten.permute.default"} or (
+                user.name in outputs and _narrows(graph, user)
+            ):
                 place(user)
 
     for node in graph.nodes:
@@ -108,10 +114,11 @@ def _layouts_first(graph: Graph) -> Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What a cut has to know of a node: what kind it is, and the positions of the nodes of any kind above it."""
+    """What a cut has to know of a node: its kind, the positions of the nodes of any kind above it, its weight."""
 
     kind: str
     above: frozenset[int]
+    weight: str | None
 
 
 def _marks(graph: Graph, weights: set[str]) -> list[_Mark]:
@@ -125,7 +132,8 @@ def _marks(graph: Graph, weights: set[str]) -> list[_Mark]:
     for node in graph.nodes:
         before = [position[name] for name in node.refs() if name in position]
         above = frozenset[int]().union(*(marks[p].above | ({p} if marks[p].kind else set()) for p in before))
-        marks.append(_Mark(_kind(graph, node, weights), above))
+        matrix = next((root for root in (_root(graph, name) for name in node.refs()) if root in weights), None)
+        marks.append(_Mark(_kind(graph, node, weights), above, matrix))
     return marks
 
 
@@ -189,7 +197,7 @@ def _cheapest(graph: Graph, marks: Sequence[_Mark], products: int) -> list[int]:
                 break
             if mark.kind:
                 held[mark.kind].add(stop - 1)
-            if len(held["weight"]) > products:
+            if len({marks[position].weight for position in held["weight"]}) > products:
                 break
             cost = best[start] + LAUNCH_BYTES + _crossing(graph, start, stop)
             if not held["batched"]:
@@ -216,14 +224,19 @@ def _transposes(graph: Graph, node: Node) -> bool:
     return node.op == "aten.permute.default" and len(node.type.shape) > 2 and _root(graph, node.name) in graph.producers
 
 
+def _narrows(graph: Graph, node: Node) -> bool:
+    """Whether this is a cast to a type of fewer bytes."""
+    operand = node.args[0] if node.op == "aten._to_copy.default" else None
+    return isinstance(operand, Ref) and node.type.nbytes < graph.types[operand.name].nbytes
+
+
 def _is_transparent(graph: Graph, node: Node) -> bool:
     operand = node.args[0] if node.args else None
     if not isinstance(operand, Ref) or node.op not in _LAYOUTS:
         return False
-    kind = graph.types[operand.name]
     # What is made of an input by layout and casts alone is made again wherever it is wanted.
     from_input = _root(graph, node.name) not in graph.producers
-    widens = node.op == "aten._to_copy.default" and kind.nbytes <= node.type.nbytes
+    widens = node.op == "aten._to_copy.default" and not _narrows(graph, node)
     turned = node.op == "aten.permute.default" and len(node.type.shape) == 2  # products read either way
     return from_input or widens or turned or node.op == "aten.view.default"
 

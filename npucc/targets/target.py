@@ -23,8 +23,8 @@ class CutPolicy:
     query_rows -- rows of attention computed at a time.
     repeat_products_within -- backward computes batched products over at most so many terms again, and softmax with
         them, instead of reading what forward would have had to write.
-    products -- dtype in which weights lie and products are computed. Sums, norms, LoRA matrices and all gradients
-        between layers are f32.
+    products -- dtype in which weights lie, and to which the factors of products are rounded. Sums, norms, LoRA matrices
+        and all gradients between layers are f32.
     swap -- rotary embedding by a product with a matrix.
     products_per_part -- parts of a layer hold at most so many products with weights; None for whole layers.
     tuned_products -- that number for a layer's joint graph, where a tuning table knows it.

@@ -23,6 +23,7 @@ from npucc.errors import InternalError
 from npucc.graph import Graph
 from npucc.graph.capture import capture
 from npucc.models.layers import rms_norm
+from npucc.models.products import linear, product, rounded
 from npucc.passes import simplify
 from npucc.targets import CutPolicy
 from npucc.training.differentiate import vjp, vjp_with_extra
@@ -121,11 +122,11 @@ def slice_step(config: ModelConfig, shape: HeadShape, cut: CutPolicy, width: int
     def function(
         x: torch.Tensor, weight: torch.Tensor, top: torch.Tensor, total: torch.Tensor, mixed: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        logits = (x.to(weight.dtype) @ weight.t()).to(x.dtype)  # (n, width)
+        logits = linear(x, weight, weight.dtype)  # (n, width)
         new_top = torch.maximum(top, logits.amax(1))
         shrink = torch.exp(top - new_top)
         powers = torch.exp(logits - new_top[:, None])
-        added = (powers.to(weight.dtype) @ weight).to(x.dtype)  # (n, H)
+        added = product(rounded(powers, weight.dtype), rounded(weight, weight.dtype))  # (n, H)
         return new_top, total * shrink + powers.sum(1), mixed * shrink[:, None] + added
 
     inputs = {
@@ -228,7 +229,7 @@ def score_slice(config: ModelConfig, shape: HeadShape, cut: CutPolicy, width: in
         x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor, top: torch.Tensor, total: torch.Tensor,
         best: torch.Tensor,
     ) -> Sequence[torch.Tensor]:  # fmt: skip
-        logits = (x.to(weight.dtype) @ weight.t()).to(x.dtype)  # (n, width)
+        logits = linear(x, weight, weight.dtype)  # (n, width)
         here = logits.amax(1)
         new_top = torch.maximum(top, here)
         return (
@@ -283,7 +284,7 @@ def logits_slice(config: ModelConfig, shape: HeadShape, cut: CutPolicy, width: i
     inputs = {"x": _block(config, shape), "weight": TensorType(cut.products, (width, config.hidden_size))}
 
     def function(x: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [(weight @ x.to(weight.dtype).t()).to(x.dtype)]
+        return [product(rounded(weight, weight.dtype), rounded(x, weight.dtype).t())]
 
     return simplify(capture(f"logits.slice.{width}", function, inputs, ["logits"]))
 

@@ -13,6 +13,7 @@ from npucc.graph import Graph
 from npucc.graph.capture import capture
 from npucc.models import Architecture, LayerTensor, Tables
 from npucc.models.config_reader import Model
+from npucc.models.products import linear
 from npucc.targets import CutPolicy
 from npucc.training.differentiate import vjp
 
@@ -103,17 +104,18 @@ def run_layer(
 ) -> torch.Tensor:
     """The layer of the architecture, with `x @ Wᵀ + scaling · (x @ Aᵀ) @ Bᵀ` as its linear modules."""
 
-    def linear(target: str, x: torch.Tensor) -> torch.Tensor:
+    def projection(target: str, x: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
         weight = values[target]
-        x = x.to(weight.dtype)
-        y = x @ weight.t()
+        y = linear(x, weight, weight.dtype, whole=whole)
         if f"{target}.lora_A" not in values:
             return y
-        down, up = (values[f"{target}.lora_{half}"].to(weight.dtype) for half in "AB")
+        down, up = (values[f"{target}.lora_{half}"] for half in "AB")
         # Scaling the narrow product costs S·rank multiplications, scaling the wide one S·out, forward and backward.
-        narrow = (x @ down.t()) * recipe.scaling  # (S, rank)
-        return y + narrow @ up.t()
+        narrow = linear(x, down, weight.dtype) * recipe.scaling  # (S, rank)
+        return y + linear(narrow, up, weight.dtype)
 
     weights = {t.name: values[t.name] for t in tensors if t.module is None}
-    tables = Tables(values["cos"], values["sin"], values["mask"], query_rows, values.get("swap"))
-    return architecture.layer(model.config, values["x"], weights, linear, tables)
+    tables = Tables(
+        values["cos"], values["sin"], values["mask"], query_rows, values.get("swap"), weights["input_norm"].dtype
+    )
+    return architecture.layer(model.config, values["x"], weights, projection, tables)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from npucc.graph.interpret import interpret
 from npucc.models.architecture import Tables
 from npucc.models.config_reader import parse_model
-from npucc.models.layers import causal_attention, inverse_frequencies, rms_norm, rotate, rotate_rows, silu
+from npucc.models.layers import causal_attention, gated, inverse_frequencies, rms_norm, rotate, rotate_rows
 from npucc.training import embedding
 from tests.npucc import tiny
 from tests.npucc.tiny import config
@@ -133,7 +133,7 @@ def test_norm_and_activation_are_those_of_transformers() -> None:
     theirs = LlamaRMSNorm(6, eps=1e-3)
     theirs.weight.data.copy_(weight)
     torch.testing.assert_close(rms_norm(x, weight, 1e-3), theirs(x).detach())
-    torch.testing.assert_close(silu(x), torch.nn.functional.silu(x))
+    torch.testing.assert_close(gated(x, x + 1, torch.float32), torch.nn.functional.silu(x) * (x + 1))
 
 
 @pytest.mark.parametrize("query_rows", [1, 3, 5, 6, 99])

@@ -45,13 +45,19 @@ def build(chosen: argparse.Namespace, work: Path, model: Path, target: str) -> P
     return path
 
 
+def rows_in(folder: Path) -> Path:
+    """The text, a row for each document."""
+    path = folder / "train.jsonl"
+    texts = [text.strip() for _, text in sorted(topics.items())][:ROWS]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
 def losses(npurt: Sequence[object], device: str, bundle: Path, model: Path, steps: int) -> tuple[list[float], float]:
     """Losses of a training run, and seconds per step."""
     folder = bundle.parent
-    rows, log, out = folder / "train.jsonl", folder / f"{bundle.stem}.jsonl", folder / f"{bundle.stem}.adapter"
-    texts = [text.strip() for _, text in sorted(topics.items())][:ROWS]
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    files = ["--weights", model, "--data", rows, "--out", out, "--log-file", log, "--overwrite"]
+    log, out = folder / f"{bundle.stem}.jsonl", folder / f"{bundle.stem}.adapter"
+    files = ["--weights", model, "--data", rows_in(folder), "--out", out, "--log-file", log, "--overwrite"]
     how = ["--steps", steps, "--lr", "1e-3", "--seed", 1, "--device", device]
     log.unlink(missing_ok=True)
     started = time.monotonic()
@@ -83,17 +89,21 @@ def measure(chosen: argparse.Namespace, work: Path) -> dict[str, Any]:
     device = build(chosen, work, model, "rngd")
     words = ["--trust", signing_key(work)[1], "--weights", model, "--device", "rngd-sim", "--layers", chosen.layers]
     started = time.monotonic()
-    report = json.loads(run(*npurt, "check", "--bundle", device, *words, "--json", allowed=(0, 1)))  # 1: out of bounds
-    cosines = [tensor["cosine"] for tensor in report["tensors"]]
+    cosines = {}
+    for tokens, data in (("text", ["--data", rows_in(work)]), ("random", [])):
+        asked = [*npurt, "check", "--bundle", device, *words, *data, "--json"]
+        report = json.loads(run(*asked, allowed=(0, 1)))  # 1: out of bounds
+        cosines[tokens] = sorted(tensor["cosine"] for tensor in report["tensors"])
     figures: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct",
         "seq_len": chosen.seq_len,
         "fusion": chosen.fusion,
         "graphs": chosen.verify,
         "layers": chosen.layers,
-        "gradients": len(cosines),
-        "cosine_min": min(cosines),
-        "cosine_median": sorted(cosines)[len(cosines) // 2],
+        "gradients": len(cosines["text"]),
+        "cosine_min": {tokens: found[0] for tokens, found in cosines.items()},
+        "cosine_median": {tokens: found[len(found) // 2] for tokens, found in cosines.items()},
+        "cosines_below_0.999": {tokens: sum(c < 0.999 for c in found) for tokens, found in cosines.items()},
         "check_s": round(time.monotonic() - started, 1),
     }
     if chosen.steps:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from npurt.bundle import Bundle
+from npurt.data import IGNORED, Pack
+from npurt.errors import MismatchError
 from npurt.gradient_check import Agreement, check_gradients, random_inputs
 from tests.npurt import toy_bundle as toy
 
@@ -21,6 +23,21 @@ def test_a_right_program_agrees_with_its_reference(tmp_path: Path, layers: int |
     assert report.loss == pytest.approx(report.reference_loss)
     assert [tensor.tensor for tensor in report.tensors] == ["layers.0.s", "layers.1.s"][: layers or 2]
     assert all(tensor.cosine == pytest.approx(1) for tensor in report.tensors)
+
+
+def test_a_sequence_of_ones_own(tmp_path: Path) -> None:
+    tokens = np.arange(toy.S, dtype=np.int32) % toy.V
+    labels = np.append(tokens[1:], np.int32(IGNORED))
+    pack = Pack(tokens, np.arange(toy.S, dtype=np.int32), np.ones(toy.S, np.int32), labels)
+    path, key = toy.write_bundle(tmp_path)
+    weights = toy.write_weights(tmp_path / "m")
+    with Bundle.open(path, key) as bundle:
+        report, other = check_gradients(bundle, weights, pack=pack), check_gradients(bundle, weights)
+        assert report.good
+        assert report.loss != pytest.approx(other.loss)
+        short = Pack(*(part[:-1] for part in (pack.tokens, pack.positions, pack.segments, pack.labels)))
+        with pytest.raises(MismatchError, match="tokens"):
+            check_gradients(bundle, weights, pack=short)
 
 
 def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 from npubundle.errors import ExitCode
 from npurt.cli import common
 from npurt.cli.options import Settings
+from npurt.config import TrainConfig
+from npurt.progress import Progress
 from npurt.signals import Signals
 
 if TYPE_CHECKING:
+    from npurt.bundle import Bundle
+    from npurt.data import Pack
     from npurt.gradient_check import GradientReport
 
 
@@ -21,6 +25,7 @@ def run(settings: Settings, signals: Signals) -> int:
     output = common.Output(as_json=settings["json"], progress=progress)
     with common.open_bundle(settings, progress) as bundle:
         layers = min(settings["layers"], bundle.config.model.num_hidden_layers)
+        pack = _first_sequence(settings, progress, bundle) if settings["data"] else None
         with progress.phase("check", f"{layers} layers of {settings['weights']}") as advance:
             report = check_gradients(
                 bundle,
@@ -28,6 +33,7 @@ def run(settings: Settings, signals: Signals) -> int:
                 device=settings["device"],
                 layers=layers,
                 seed=settings["seed"],
+                pack=pack,
                 progress=advance,
             )
     event = {
@@ -43,6 +49,12 @@ def run(settings: Settings, signals: Signals) -> int:
     bounds = f"bounds: cosine at least {report.bounds.cosine}, norm ratio within {report.bounds.ratio:g} of 1"
     output.result(f"{_table(report)}\n{bounds}", event)
     return int(ExitCode.OK if report.good else ExitCode.FIXABLE)
+
+
+def _first_sequence(settings: Settings, progress: Progress, bundle: Bundle) -> Pack:
+    """Of the rows, in their order, with every token supervised."""
+    options = TrainConfig(loss_on="all", shuffle=False).data_options()
+    return common.load_data(settings["data"], settings, progress, bundle, options).next_pack()
 
 
 def _table(report: GradientReport) -> str:

@@ -132,6 +132,14 @@ CHECK: dict[str, tuple[Option, ...]] = {
     "What to check": (
         *_BOUND[:3],
         Option("layers", WHOLE, "Decoder layers to check, from the first; fewer are quicker.", default=2),
+        Option(
+            "data",
+            FILE,
+            "Rows whose first sequence is run, JSON Lines; may be given again.",
+            default=(),
+            shown_default="random tokens",
+            many=True,
+        ),
         Option("seed", WHOLE, "Seed of the random tokens and LoRA matrices.", default=0),
     ),
     "Running": (DEVICE, *_OUTPUT),

@@ -44,6 +44,8 @@ def test_check(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["good"] is True
     assert all(tensor["cosine"] > 0.9999 for tensor in report["tensors"])
+    assert main(["check", *BOUND, *ROWS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] != report["loss"]  # other tokens
 
 
 def test_check_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

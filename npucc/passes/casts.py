@@ -6,16 +6,16 @@ import dataclasses
 
 from npubundle.tensor import TensorType
 from npucc.graph import Graph, Node, Ref
+from npucc.passes.layouts import LAYOUTS
 from npucc.passes.rewriting import Replacement, rewrite
 
 _CAST = "aten._to_copy.default"
-_LAYOUTS = {"aten.view.default", "aten.permute.default"}
-#: What holds every value of a type.
-_WIDER = {"bf16": {"f32"}, "f16": {"f32"}}
+#: Types all of whose values f32 holds.
+_WITHIN_F32 = {"bf16", "f16"}
 
 
 def drop_round_trips(graph: Graph) -> Graph:
-    """`narrow(view(widen(x)))` becomes `view(x)`."""
+    """`narrow(view(widen(x)))` becomes `view(x)`, where f32 is the wider type."""
     seen: dict[str, Node] = {}
     types = dict(graph.types)
 
@@ -25,18 +25,16 @@ def drop_round_trips(graph: Graph) -> Graph:
         if node is None or not isinstance(node.args[0], Ref):
             return None
         operand = node.args[0].name
-        if node.op in _LAYOUTS:
+        if node.op in LAYOUTS:
             found = widened(operand, dtype)
             return found and (found[0], [*found[1], node])
-        wider = _WIDER.get(dtype, set())
-        is_wider = node.op == _CAST and types[operand].dtype == dtype and node.type.dtype in wider
-        return (operand, []) if is_wider else None
+        widens = node.op == _CAST and types[operand].dtype == dtype and node.type.dtype == "f32"
+        return (operand, []) if widens else None
 
     def rule(node: Node) -> Replacement:
         seen[node.name] = node
-        if node.op != _CAST or not isinstance(node.args[0], Ref):
-            return [node]
-        found = widened(node.args[0].name, node.type.dtype)
+        operand = node.args[0] if node.op == _CAST and node.type.dtype in _WITHIN_F32 else None
+        found = widened(operand.name, node.type.dtype) if isinstance(operand, Ref) else None
         if found is None:
             return [node]
         value, layouts = found

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from npucc.graph import Graph, Node, Ref, Value
 from npucc.passes.dead_code import remove_dead_code
+from npucc.passes.layouts import LAYOUTS
 
 #: Bytes that may cross for one launch less.
 LAUNCH_BYTES = 1 << 20
@@ -30,7 +31,7 @@ TRANSPOSE = 8
 
 _REDUCTIONS = {"aten.mean.dim", "aten.amax.default", "aten._softmax.default"}
 _KINDS = ("adapter", "batched", "gradient", "reduction", "rotation", "sum", "weight")
-_LAYOUTS = {"aten.view.default", "aten.permute.default", "aten._to_copy.default"}
+_CAST = "aten._to_copy.default"
 
 
 def cut_into_parts(
@@ -102,9 +103,7 @@ def _layouts_first(graph: Graph) -> Graph:
         placed.add(node.name)
         ordered.append(node)
         for user in graph.users[node.name]:
-            if user.op in {"aten.view.default", "aten.permute.default"} or (
-                user.name in outputs and _narrows(graph, user)
-            ):
+            if user.op in LAYOUTS or (user.name in outputs and _narrows(graph, user)):
                 place(user)
 
     for node in graph.nodes:
@@ -132,14 +131,15 @@ def _marks(graph: Graph, weights: set[str]) -> list[_Mark]:
     for node in graph.nodes:
         before = [position[name] for name in node.refs() if name in position]
         above = frozenset[int]().union(*(marks[p].above | ({p} if marks[p].kind else set()) for p in before))
-        matrix = next((root for root in (_root(graph, name) for name in node.refs()) if root in weights), None)
-        marks.append(_Mark(_kind(graph, node, weights), above, matrix))
+        kind = _kind(graph, node, weights)
+        weight = next(iter(_roots(graph, node) & weights)) if kind == "weight" else None
+        marks.append(_Mark(kind, above, weight))
     return marks
 
 
 def _kind(graph: Graph, node: Node, weights: set[str]) -> str:
     if node.op == "aten.mm.default":
-        roots = {_root(graph, name) for name in node.refs()}
+        roots = _roots(graph, node)
         if roots & weights:
             return "weight"
         if "swap" in roots:
@@ -152,9 +152,13 @@ def _kind(graph: Graph, node: Node, weights: set[str]) -> str:
     return "reduction" if node.op in _REDUCTIONS else ""
 
 
+def _roots(graph: Graph, node: Node) -> set[str]:
+    return {_root(graph, name) for name in node.refs()}
+
+
 def _root(graph: Graph, name: str) -> str:
     node = graph.producers.get(name)
-    if node is not None and node.op in _LAYOUTS and isinstance(node.args[0], Ref):
+    if node is not None and _arranges(node) and isinstance(node.args[0], Ref):
         return _root(graph, node.args[0].name)
     return name
 
@@ -224,19 +228,24 @@ def _transposes(graph: Graph, node: Node) -> bool:
     return node.op == "aten.permute.default" and len(node.type.shape) > 2 and _root(graph, node.name) in graph.producers
 
 
+def _arranges(node: Node) -> bool:
+    """Whether this is another layout or dtype of its operand."""
+    return node.op in LAYOUTS or node.op == _CAST
+
+
 def _narrows(graph: Graph, node: Node) -> bool:
     """Whether this is a cast to a type of fewer bytes."""
-    operand = node.args[0] if node.op == "aten._to_copy.default" else None
+    operand = node.args[0] if node.op == _CAST else None
     return isinstance(operand, Ref) and node.type.nbytes < graph.types[operand.name].nbytes
 
 
 def _is_transparent(graph: Graph, node: Node) -> bool:
     operand = node.args[0] if node.args else None
-    if not isinstance(operand, Ref) or node.op not in _LAYOUTS:
+    if not isinstance(operand, Ref) or not _arranges(node):
         return False
     # What is made of an input by layout and casts alone is made again wherever it is wanted.
     from_input = _root(graph, node.name) not in graph.producers
-    widens = node.op == "aten._to_copy.default" and not _narrows(graph, node)
+    widens = node.op == _CAST and not _narrows(graph, node)
     turned = node.op == "aten.permute.default" and len(node.type.shape) == 2  # products read either way
     return from_input or widens or turned or node.op == "aten.view.default"
 

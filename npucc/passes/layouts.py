@@ -7,6 +7,9 @@ import dataclasses
 from npucc.graph import Graph, Node, Ref
 from npucc.passes.rewriting import Replacement, rewrite
 
+#: Operators that arrange the elements of a value and change none.
+LAYOUTS = frozenset({"aten.view.default", "aten.permute.default"})
+
 
 def fold_layouts(graph: Graph) -> Graph:
     """`permute(permute(x))` and `view(view(x))` become one operator, or `x` itself where they cancel."""
@@ -14,7 +17,7 @@ def fold_layouts(graph: Graph) -> Graph:
     types = dict(graph.types)
 
     def rule(node: Node) -> Replacement:
-        if node.op in {"aten.permute.default", "aten.view.default"} and isinstance(node.args[0], Ref):
+        if node.op in LAYOUTS and isinstance(node.args[0], Ref):
             inner = seen.get(node.args[0].name)
             if inner is not None and inner.op == node.op:
                 node = _joined(inner, node)

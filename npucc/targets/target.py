@@ -26,7 +26,7 @@ class CutPolicy:
     products -- dtype in which weights lie, and to which the factors of products are rounded. Sums, norms, LoRA matrices
         and all gradients between layers are f32.
     swap -- rotary embedding by a product with a matrix.
-    products_per_part -- parts of a layer hold at most so many products with weights; None for whole layers.
+    products_per_part -- parts of a layer multiply with at most so many weights; None for whole layers.
     tuned_products -- that number for a layer's joint graph, where a tuning table knows it.
     own_memory -- the target has memory of its own: what picks rows of tables runs on the host, and its results move.
     """

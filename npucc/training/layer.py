@@ -10,7 +10,7 @@ import torch
 from npubundle.recipe import Recipe
 from npubundle.tensor import TensorType
 from npucc.graph import Graph
-from npucc.graph.capture import capture
+from npucc.graph.capture import DTYPES, capture
 from npucc.models import Architecture, LayerTensor, Tables
 from npucc.models.config_reader import Model
 from npucc.models.products import linear
@@ -85,7 +85,7 @@ def joint(model: Model, recipe: Recipe, cut: CutPolicy) -> Graph:
 
         def forward(*chosen: torch.Tensor) -> torch.Tensor:
             values = named | dict(zip(trained, chosen, strict=True))
-            return run_layer(architecture, model, recipe, values, tensors, cut.query_rows)
+            return run_layer(architecture, model, recipe, values, tensors, cut)
 
         y, pull_back = vjp(forward, *(named[name] for name in trained))
         return [y, *pull_back(named["dy"])]
@@ -100,22 +100,20 @@ def run_layer(
     recipe: Recipe,
     values: dict[str, torch.Tensor],
     tensors: tuple[LayerTensor, ...],
-    query_rows: int,
+    cut: CutPolicy,
 ) -> torch.Tensor:
     """The layer of the architecture, with `x @ Wᵀ + scaling · (x @ Aᵀ) @ Bᵀ` as its linear modules."""
+    dtype = DTYPES[cut.products]
 
     def projection(target: str, x: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-        weight = values[target]
-        y = linear(x, weight, weight.dtype, whole=whole)
+        y = linear(x, values[target], dtype, whole=whole)
         if f"{target}.lora_A" not in values:
             return y
         down, up = (values[f"{target}.lora_{half}"] for half in "AB")
         # Scaling the narrow product costs S·rank multiplications, scaling the wide one S·out, forward and backward.
-        narrow = linear(x, down, weight.dtype) * recipe.scaling  # (S, rank)
-        return y + linear(narrow, up, weight.dtype)
+        narrow = linear(x, down, dtype) * recipe.scaling  # (S, rank)
+        return y + linear(narrow, up, dtype)
 
     weights = {t.name: values[t.name] for t in tensors if t.module is None}
-    tables = Tables(
-        values["cos"], values["sin"], values["mask"], query_rows, values.get("swap"), weights["input_norm"].dtype
-    )
+    tables = Tables(values["cos"], values["sin"], values["mask"], cut.query_rows, values.get("swap"), dtype)
     return architecture.layer(model.config, values["x"], weights, projection, tables)

@@ -7,7 +7,6 @@ length. The sequence is random, or one of the user's: what tokens that no text h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from npubundle.program import Program
 from npurt.arrays import Array, dtype_of
 from npurt.batches import Layout, program_inputs
 from npurt.bundle import Bundle
-from npurt.data import Pack
+from npurt.data import IGNORED, Pack
 from npurt.errors import RuntimeFault
 from npurt.machine import Progress
 from npurt.parameters import uniform
@@ -111,7 +110,8 @@ def check_gradients(
             program=name,
             progress=progress,
         ) as session:
-            inputs = inputs or _inputs(session.program, vocabulary, seed, pack)
+            pack = pack or _random_pack(bundle.config.recipe.seq_len, vocabulary, seed)
+            inputs = inputs or _inputs(pack, session.program, vocabulary)
             results.append(_gradients(session, inputs, seed))
     (loss, gradients), (reference_loss, reference) = results
     if gradients.keys() != reference.keys():
@@ -130,20 +130,17 @@ def check_gradients(
     )
 
 
-def _inputs(program: Program, vocabulary: int, seed: int, pack: Pack | None) -> dict[str, Array]:
-    if pack is None:
-        return random_inputs(program, vocabulary, seed)
-    found = program_inputs(pack, Layout.of(program, vocabulary))
-    return found | {"accumulate": np.zeros((), np.float32)}
-
-
 def random_inputs(program: Program, vocabulary: int, seed: int) -> dict[str, Array]:
-    """One sequence of two documents of random tokens and some padding, every position that can be supervised.
+    """One sequence of two documents of random tokens and some padding, every position that can be supervised."""
+    return _inputs(_random_pack(program.buffers["tokens"].type.elements, vocabulary, seed), program, vocabulary)
 
-    The names are those of `docs/reference/program.md`.
-    """
-    length = program.buffers["tokens"].type.elements
-    blocks, width = program.buffers["rows"].type.shape
+
+def _inputs(pack: Pack, program: Program, vocabulary: int) -> dict[str, Array]:
+    """The names are those of `docs/reference/program.md`."""
+    return program_inputs(pack, Layout.of(program, vocabulary)) | {"accumulate": np.zeros((), np.float32)}
+
+
+def _random_pack(length: int, vocabulary: int, seed: int) -> Pack:
     generator = np.random.Generator(np.random.PCG64(seed))
     tokens = generator.integers(0, vocabulary, length, np.int32)
     padding = length // 8
@@ -151,23 +148,10 @@ def random_inputs(program: Program, vocabulary: int, seed: int) -> dict[str, Arr
     second = length - padding - first
     segments = np.repeat(np.array([1, 2, 0], np.int32), [first, second, padding])
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in (first, second, padding)])
-    same = (segments[:-1] == segments[1:]) & (segments[1:] > 0)
-    supervised = np.flatnonzero(same).astype(np.int32)[: blocks * width]
-    flat = {name: np.zeros(blocks * width, dtype) for name, dtype in _ROWS.items()}
-    flat["rows"][: len(supervised)] = supervised
-    flat["labels"][: len(supervised)] = tokens[supervised + 1]
-    flat["weights"][: len(supervised)] = 1
-    return {
-        "tokens": tokens,
-        "positions": positions,
-        "segments": segments,
-        **{name: array.reshape(blocks, width) for name, array in flat.items()},
-        "blocks": np.array(max(1, math.ceil(len(supervised) / width)), np.int32),
-        "accumulate": np.zeros((), np.float32),
-    }
-
-
-_ROWS = {"rows": np.int32, "labels": np.int32, "weights": np.float32}
+    labels = np.full(length, IGNORED, np.int32)
+    supervised = np.flatnonzero((segments[:-1] == segments[1:]) & (segments[1:] > 0))
+    labels[supervised] = tokens[supervised + 1]
+    return Pack(tokens, positions, segments, labels)
 
 
 def _gradients(session: Session, inputs: Mapping[str, Array], seed: int) -> tuple[float, dict[str, Array]]:

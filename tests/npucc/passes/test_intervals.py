@@ -56,7 +56,10 @@ class Layer:
 @pytest.fixture(scope="module", params=LAYERS, ids=lambda case: "-".join(case[1]))
 def traced_layer(request: pytest.FixtureRequest) -> Layer:
     changes, targets = request.param
-    model = tiny.model(**changes)
+    return traced(tiny.model(**changes), targets)
+
+
+def traced(model: Model, targets: tuple[str, ...]) -> Layer:
     joint = simplify(layer.joint(model, tiny.recipe(targets=targets), CUT))
     halves = partition(joint, tangents={"dy"}, forward_outputs={"y"}, repeat_products_within=CUT.repeat_products_within)
     return Layer(joint, halves, matrices(model))
@@ -133,14 +136,9 @@ def test_every_value_that_crosses_has_one_name(traced_layer: Layer, products: in
 def test_what_is_kept_for_backward_in_a_narrower_type_crosses_in_no_wider_one() -> None:
     """Gate and up are rounded where they are made, though only backward reads them so."""
     model = tiny.model()
-    halves = partition(
-        simplify(layer.joint(model, tiny.recipe(), CUT)),
-        tangents={"dy"},
-        forward_outputs={"y"},
-        repeat_products_within=CUT.repeat_products_within,
-    )
     inner = model.config.intermediate_size
-    for part in cut_into_parts(halves.forward, matrices(model), 3, prefix="f"):
+    forward, _ = traced(model, ("q", "v")).cut(3)
+    for part in forward:
         kinds = [kind for kind in part.output_types if kind.shape == (SEQ_LEN, inner)]
         assert {kind.dtype for kind in kinds} <= {"bf16"}, part.name
 

@@ -15,7 +15,7 @@ from npubundle.content import Content, NewLayer, build_container
 from npubundle.digest import sha256_of
 from npubundle.estimate import StepEstimate, estimate
 from npubundle.keys import Signer
-from npubundle.part import Numerics, Part, PartGraph, Port
+from npubundle.part import Numerics, OnnxForm, Part, PartGraph, Port
 from npubundle.program import Program
 from npubundle.program_check import check
 from npubundle.recipe import Activations, Recipe
@@ -38,7 +38,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A build before anything is compiled: what `npucc plan` shows."""
+    """A build before anything is compiled: what `npucc plan` shows.
+
+    `identities` has all parts, `onnx` those that are programs of a device, as the ONNX models that they also are.
+    """
 
     traced: Traced
     target: Target
@@ -46,6 +49,7 @@ class Lowered:
     identities: Mapping[str, Identity]
     memory: Memory
     on_host: frozenset[str]
+    onnx: Mapping[str, Identity]
 
     def target_of(self, part: str) -> Target:
         """What compiles this part."""
@@ -87,16 +91,23 @@ def lower(model: Model, recipe: Recipe, target: Target, cut: CutPolicy | None = 
     on_host = {
         call.part for p in programs.values() for phase in p.phases for call in p.calls(phase) if call.queue == "host"
     }
-    toolchains = {each.NAME: each.toolchain() for each in (target, *([host_target()] if on_host else ()))}
-    identities = {}
-    for name in names:
-        graph, chosen = traced.parts[name].graph, host_target() if name in on_host else target
-        identities[name] = Identity.of(name, graph, chosen.NAME, chosen.options(graph), toolchains[chosen.NAME])
-    return Lowered(traced, target, programs, identities, _memory(programs["train"], saved), frozenset(on_host))
+    host = host_target()
+    toolchains = {each.NAME: each.toolchain() for each in (target, host)}
+
+    def identity(name: str, chosen: Target) -> Identity:
+        graph = traced.parts[name].graph
+        return Identity.of(name, graph, chosen.NAME, chosen.options(graph), toolchains[chosen.NAME])
+
+    identities = {name: identity(name, host if name in on_host else target) for name in names}
+    onnx = {
+        name: identity(name, host) for name in names if name not in on_host and target.MEDIA_TYPE != host.MEDIA_TYPE
+    }
+    memory = _memory(programs["train"], saved)
+    return Lowered(traced, target, programs, identities, memory, frozenset(on_host), onnx)
 
 
 def host_target() -> Target:
-    """What compiles parts that run on the host of a device."""
+    """What compiles parts that run on the host of a device, and the ONNX forms of the others."""
     return find("cpu")
 
 
@@ -139,33 +150,56 @@ def bundle_name(lowered: Lowered) -> str:
 
 
 def compile_all(lowered: Lowered, cache: Cache, progress: Progress) -> tuple[dict[str, Entry], int]:
-    """Every part by name, from the cache or compiled and checked now; and how many keys were compiled."""
+    """Every part by name, from the cache or compiled and checked now; and how many keys were compiled.
+
+    ONNX forms come first and are not counted: a graph that computes something wrong is found in seconds.
+    """
     cache.remove_abandoned()
+    inputs, host = samplers(lowered.traced), host_target()
+
+    def make_form(spec: PartSpec) -> Entry:
+        part = host.compile_part(spec.graph)
+        return Entry(part, tuple(measure(spec.graph, part, host, inputs, bounds=lowered.target)))
+
+    def make(spec: PartSpec) -> Entry:
+        target = lowered.target_of(spec.name)
+        part = target.compile_part(spec.graph)
+        return Entry(part, tuple(measure(spec.graph, part, target, inputs)))
+
+    forms, _ = _all_of(lowered, lowered.onnx, make_form, cache, progress, "onnx")
+    entries, compiled = _all_of(lowered, lowered.identities, make, cache, progress)
+    return {name: dataclasses.replace(entry, onnx=forms.get(name)) for name, entry in entries.items()}, compiled
+
+
+def _all_of(
+    lowered: Lowered,
+    identities: Mapping[str, Identity],
+    make: Callable[[PartSpec], Entry],
+    cache: Cache,
+    progress: Progress,
+    group: str | None = None,
+) -> tuple[dict[str, Entry], int]:
+    """Entries by the name of their part, from the cache or made now, and how many were made."""
     by_key: dict[str, Entry] = {}
     missing: dict[str, PartSpec] = {}
-    for spec in lowered.specs:
-        identity = lowered.identities[spec.name]
+    for name, identity in sorted(identities.items()):
         if identity.key in by_key or identity.key in missing:
             continue
         entry = cache.get(identity)
         if entry is None:
-            missing[identity.key] = spec
+            missing[identity.key] = lowered.traced.parts[name]
         else:
-            progress.cached(spec.name.split(".")[0], spec.name)
+            progress.cached(group or name.split(".")[0], name)
             by_key[identity.key] = entry
-    inputs = samplers(lowered.traced)
 
-    def make(spec: PartSpec) -> Entry:
-        target = lowered.target_of(spec.name)
-        with progress.step(spec.name.split(".")[0], spec.name):
-            part = target.compile_part(spec.graph)
-            entry = Entry(part, tuple(measure(spec.graph, part, target, inputs)))
-            remember(cache, lowered.identities[spec.name], entry, progress)
+    def made(spec: PartSpec) -> Entry:
+        with progress.step(group or spec.name.split(".")[0], spec.name):
+            entry = make(spec)
+            remember(cache, identities[spec.name], entry, progress)
         return entry
 
-    by_key |= dict(zip(missing, in_parallel(make, list(missing.values()), lowered.target), strict=True))
-    entries = {spec.name: by_key[lowered.identities[spec.name].key] for spec in lowered.specs}
-    return entries, len(missing)
+    by_key |= dict(zip(missing, in_parallel(made, list(missing.values()), lowered.target), strict=True))
+    return {name: by_key[identity.key] for name, identity in identities.items()}, len(missing)
 
 
 def in_parallel(make: Callable[[PartSpec], Made], specs: Sequence[PartSpec], target: Target) -> list[Made]:
@@ -208,12 +242,13 @@ def assemble(
     for program in lowered.programs.values():
         check(program, {part.name: part for part in config.parts})
     measured = {part: entry.measured for part, entry in entries.items()}
+    forms = {part: entry.onnx.measured for part, entry in entries.items() if entry.onnx}
     content = build_container(
         config.name,
         config.encode(),
         _layers(lowered, entries, programs),
         signer=signer,
-        attestations=[(NUMERICS, _numerics_predicate(lowered, measured))] if signer else (),
+        attestations=[(NUMERICS, _numerics_predicate(lowered, measured, forms))] if signer else (),
     )
     distinct = len({identity.key for identity in lowered.identities.values()})
     found = estimated(lowered, {part.name: part for part in config.parts})
@@ -226,7 +261,7 @@ def _config(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[st
     toolchain = {
         "torch": torch.__version__.split("+")[0],
         "passes": str(PIPELINE_VERSION),
-        **(host_target().toolchain() if lowered.on_host else {}),
+        **host_target().toolchain(),
         **lowered.target.toolchain(),
     }
     return BundleConfig(
@@ -258,6 +293,7 @@ def part_of(spec: PartSpec, lowered: Lowered, entry: Entry) -> Part:
         numerics=Numerics(target.BOUND, "pass"),
         graph=_graph_of(entry, target),
         estimate=entry.part.estimate,
+        onnx=_onnx_of(entry),
     )
 
 
@@ -266,6 +302,13 @@ def _graph_of(entry: Entry, target: Target) -> PartGraph | None:
     if raw is None or target.GRAPH_MEDIA_TYPE is None:
         return None
     return PartGraph(sha256_of(raw), len(raw), target.GRAPH_MEDIA_TYPE)
+
+
+def _onnx_of(entry: Entry) -> OnnxForm | None:
+    if entry.onnx is None:
+        return None
+    raw = entry.onnx.payload
+    return OnnxForm(sha256_of(raw), len(raw), host_target().requirements())
 
 
 def _layers(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[str, bytes]) -> Sequence[NewLayer]:
@@ -277,19 +320,26 @@ def _layers(lowered: Lowered, entries: Mapping[str, Entry], programs: Mapping[st
         names.setdefault((target.MEDIA_TYPE, part.payload), []).append(name)
         if part.graph is not None and target.GRAPH_MEDIA_TYPE is not None:
             names.setdefault((target.GRAPH_MEDIA_TYPE, part.graph), []).append(name)
+        if (form := entries[name].onnx) is not None:
+            names.setdefault((host_target().MEDIA_TYPE, form.payload), []).append(name)
     for (media_type, blob), parts in names.items():
         layers.append(NewLayer(media_type, blob, {NAME_ANNOTATION: ",".join(parts)}))
     return layers
 
 
-def _numerics_predicate(lowered: Lowered, measured: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
+def _numerics_predicate(
+    lowered: Lowered, measured: Mapping[str, Sequence[Measured]], forms: Mapping[str, Sequence[Measured]]
+) -> dict[str, Any]:
     return {
         "bound": lowered.target.BOUND,
         "reference": "float64 interpretation of the canonical graph",
-        "parts": {
-            part: [dataclasses.asdict(outcome) for outcome in outcomes] for part, outcomes in sorted(measured.items())
-        },
+        "parts": _plain(measured),
+        **({"onnx": _plain(forms)} if forms else {}),
     }
+
+
+def _plain(measured: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
+    return {part: [dataclasses.asdict(one) for one in outcomes] for part, outcomes in sorted(measured.items())}
 
 
 def build(  # noqa: PLR0913 -- what a user may choose, by keyword and with a default

@@ -72,10 +72,14 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A compiled part and the errors that its numerics check measured."""
+    """A compiled part and the errors that its numerics check measured; of a device's part, also its ONNX form.
+
+    The ONNX form is an entry of its own in the cache, since another toolchain makes it.
+    """
 
     part: CompiledPart
     measured: tuple[Measured, ...]
+    onnx: Entry | None = None
 
     @property
     def payload(self) -> bytes:

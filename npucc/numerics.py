@@ -106,19 +106,25 @@ def _rounded(values: Array) -> Array:
     return (np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def measure(graph: Graph, part: CompiledPart, target: Target, samplers: Mapping[str, Sampler]) -> list[Measured]:
-    """Run the part and its float64 reference. Raises NumericsError where they differ by more than the bound."""
+def measure(
+    graph: Graph, part: CompiledPart, target: Target, samplers: Mapping[str, Sampler], bounds: Target | None = None
+) -> list[Measured]:
+    """Run the part and its float64 reference. Raises NumericsError where they differ by more than the bound.
+
+    The bound is that of `bounds`, for a graph that was made for another target than the one that runs it.
+    """
+    limits = bounds or target
     found = errors(graph, part, target, samplers)
     for error, kind in zip(found, graph.output_types, strict=True):
-        if not error.within(bound_of(kind, target)):
+        if not error.within(bound_of(kind, limits)):
             where = f"part {graph.name}, output {error.output}"
             remedy = (
                 f"the part is not fit for training; `npucc diagnose --part {graph.name}` finds the first wrong node"
             )
             if kind.dtype in _WHOLE:
-                what = f"{error.relative:.3g} of all integers differ from the reference (bound {target.TIES:.3g})"
+                what = f"{error.relative:.3g} of all integers differ from the reference (bound {limits.TIES:.3g})"
                 raise NumericsError(what, where=where, remedy=remedy)
-            by = f"{error.relative:.3g} (relative, bound {target.BOUND:.3g})"
+            by = f"{error.relative:.3g} (relative, bound {limits.BOUND:.3g})"
             raise NumericsError(f"differs from the float64 reference by {by}", where=where, remedy=remedy)
     return found
 

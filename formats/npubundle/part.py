@@ -11,6 +11,8 @@ from npubundle.fields import Fields, Kind, Place, dict_of, integer, list_of, nul
 from npubundle.tensor import ITEM_SIZE, TensorType
 
 DIGEST = r"sha256:[0-9a-f]{64}"
+#: Of parts as ONNX models.
+ONNX_MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,15 @@ class PartGraph:
 
 
 @dataclass(frozen=True, slots=True)
+class OnnxForm:
+    """A part as an ONNX model, which a CPU runs; `requires` names the minimum versions of what does."""
+
+    digest: str
+    size: int
+    requires: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """What the vendor's cost model says of a part: cycles of one run, peak power in watts, memory in bytes.
 
@@ -60,7 +71,8 @@ class Part:
 
     `inplace` pairs (output, input) indices that may share memory: the graph reads nothing of that input once it writes
     that output. `requires` names minimum versions, such as `onnxruntime` and `opset`. `digest` and `size` are the
-    payload's. `graph` and `estimate` are there where the target's toolchain gives them and the build kept them.
+    payload's. `graph` and `estimate` are there where the target's toolchain gives them and the build kept them, `onnx`
+    where the payload is a program of a device.
     """
 
     name: str
@@ -75,10 +87,17 @@ class Part:
     numerics: Numerics
     graph: PartGraph | None = None
     estimate: Estimate | None = None
+    onnx: OnnxForm | None = None
+
+    def as_onnx(self) -> OnnxForm | None:
+        """The part as an ONNX model: the payload, where that is one, or the form beside it. None if there is none."""
+        if self.media_type == ONNX_MEDIA_TYPE:
+            return OnnxForm(self.digest, self.size, self.requires)
+        return self.onnx
 
     def to_dict(self) -> dict[str, Any]:
         """The part as it stands in `bundle.json`. What is absent is not written."""
-        optional = {"graph": self.graph, "estimate": self.estimate}
+        optional = {"graph": self.graph, "estimate": self.estimate, "onnx": self.onnx}
         return {
             "name": self.name,
             "key": self.key,
@@ -126,6 +145,14 @@ def _graph(fields: Fields) -> PartGraph:
     )
 
 
+def _onnx(fields: Fields) -> OnnxForm:
+    return OnnxForm(
+        digest=fields.need("digest", text(DIGEST, called="a sha256 digest")),
+        size=fields.need("size", integer(0)),
+        requires=fields.need("requires", dict_of(text())),
+    )
+
+
 def _estimate(fields: Fields) -> Estimate:
     return Estimate(
         cycles=fields.need("cycles", integer(0)),
@@ -153,6 +180,7 @@ def _part(fields: Fields) -> Part:
         numerics=fields.need("numerics", record(_numerics)),
         graph=fields.take("graph", record(_graph), None),
         estimate=fields.take("estimate", record(_estimate), None),
+        onnx=fields.take("onnx", record(_onnx), None),
     )
     for output, source in part.inplace:
         if output >= len(part.outputs) or source >= len(part.inputs):

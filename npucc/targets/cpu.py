@@ -1,6 +1,6 @@
 """The `cpu` target: a part is an ONNX model that onnxruntime runs.
 
-It is also the form of host parts in bundles of other targets.
+In bundles of other targets it is the form of host parts, and one that every part has beside its program.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from npubundle.part import ONNX_MEDIA_TYPE
 from npucc.errors import InternalError
 from npucc.graph import Graph
 from npucc.targets.onnx_lowering import IR_VERSION, LOWERING_VERSION, OPSET, lower
@@ -21,7 +22,7 @@ from npucc.targets.target import CompiledPart, CutPolicy
 NAME = "cpu"
 #: Compiling takes less time here than starting a process.
 jobs = 1
-MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
+MEDIA_TYPE = ONNX_MEDIA_TYPE
 GRAPH_MEDIA_TYPE: str | None = None
 
 #: Whole layers, few and large parts; slices of the vocabulary small enough that a block of logits stays near the

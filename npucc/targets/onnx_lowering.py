@@ -18,6 +18,7 @@ from npubundle.tensor import TensorType
 from npucc.errors import UnsupportedOperatorError
 from npucc.graph import Graph, Node, Ref
 from npucc.graph.graph import CONSTANT
+from npucc.passes.widen import widen_arithmetic
 
 #: ONNX 1.13; onnxruntime reads it from 1.14 on.
 OPSET = 18
@@ -34,14 +35,6 @@ _ELEMENT = {
     "bool": TensorProto.BOOL,
 }
 _NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
-#: Operators that only move or convert elements: these take bf16, which ONNX Runtime's CPU kernels do not compute with.
-_MOVING = {
-    "aten._to_copy.default",
-    "aten.index_select.default",
-    "aten.permute.default",
-    "aten.slice.Tensor",
-    "aten.view.default",
-}
 #: Rank of a dtype when two meet in one operator, as in PyTorch's promotion.
 _WIDTH = {"bool": 0, "i32": 1, "i64": 2, "f16": 3, "f32": 4}
 
@@ -78,16 +71,18 @@ _REDUCTIONS = {
 
 
 def lower(graph: Graph) -> bytes:
-    """The serialized ONNX model of `graph`. Raises UnsupportedOperatorError naming every operator it cannot express."""
+    """The serialized ONNX model of `graph`. Raises UnsupportedOperatorError naming every operator it cannot express.
+
+    ONNX Runtime's CPU kernels do not compute in bf16: that is done in f32, and rounded.
+    """
     unknown = sorted({node.op for node in graph.nodes if node.op not in _HANDLERS})
-    computed = [node.type for node in graph.nodes if node.op not in _MOVING]
-    unknown += sorted({f"arithmetic in {kind.dtype}" for kind in computed if kind.dtype not in _NUMPY})
     if unknown:
         raise UnsupportedOperatorError(
             f"ONNX lowering does not know {', '.join(unknown)}",
             where=f"graph {graph.name}",
             remedy="add the operator to npucc/targets/onnx_lowering.py, or rewrite it in a pass",
         )
+    graph = widen_arithmetic(graph)
     writer = _Writer(graph)
     for node in graph.nodes:
         _HANDLERS[node.op](writer, node)

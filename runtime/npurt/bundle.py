@@ -69,13 +69,17 @@ class Bundle:
         return self._programs[name]
 
     def payload(self, part: str, form: Form = "payload") -> bytes:
-        """The bytes of a part: what was compiled, or the graph that it was compiled from.
+        """The bytes of a part: what was compiled, the graph that it was compiled from, or an ONNX model of it.
 
         Raises `IntegrityError` if they are damaged, `FormatError` if they are missing.
         """
         found = self.parts[part]
         if form == "payload":
             return self._read(found.digest)
+        if form == "onnx":
+            if (onnx := found.as_onnx()) is None:
+                raise FormatError(f"the bundle has no ONNX form of part {part}", remedy="rebuild the bundle")
+            return self._read(onnx.digest)
         if found.graph is None:
             raise FormatError(f"the bundle has no graph of part {part}", remedy="rebuild with npucc build --graphs")
         return self._read(found.graph.digest)

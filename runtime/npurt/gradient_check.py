@@ -18,6 +18,7 @@ from npurt.arrays import Array, dtype_of
 from npurt.batches import Layout, program_inputs
 from npurt.bundle import Bundle
 from npurt.data import IGNORED, Pack
+from npurt.devices import OWN
 from npurt.errors import RuntimeFault
 from npurt.machine import Progress
 from npurt.parameters import uniform
@@ -85,7 +86,7 @@ def check_gradients(
     bundle: Bundle,
     weights: str | Path,
     *,
-    device: str = "cpu",
+    device: str = OWN,
     layers: int | None = None,
     seed: int = 0,
     pack: Pack | None = None,

@@ -11,10 +11,10 @@ import numpy as np
 
 from npubundle.config import BundleConfig
 from npubundle.liveness import truncated
-from npubundle.program import SPACES, Program
+from npubundle.program import SPACES, Program, Space
 from npurt.arrays import Array, dtype_of
 from npurt.bundle import Bundle
-from npurt.devices import HOST, DeviceOptions, open_device
+from npurt.devices import HOST, OWN, DeviceOptions, device_for, open_device
 from npurt.devices.device import Device
 from npurt.errors import DeviceError, UsageError
 from npurt.loading import memory_needed
@@ -58,7 +58,7 @@ class Session:
         bundle: Bundle,
         weights: str | Path,
         *,
-        device: str = "cpu",
+        device: str = OWN,
         prepack: Prepack = "auto",
         threads: int | None = None,
         expected_micro_steps: int | None = None,
@@ -74,7 +74,8 @@ class Session:
         first layers, for checks. The bundle must stay open as long as phases may be loaded. Raises `DeviceError`,
         `MismatchError` with all that does not fit, `WeightsError` for damaged files, `UsageError`.
 
-        A program with buffers on the host runs its host calls on the CPU. One that has no others opens no device.
+        `device` is by default what the bundle was built for. A program with buffers on the host runs its host calls on
+        the CPU. One that has no others opens no device.
         """
         if prepack not in get_args(Prepack):
             raise UsageError(f"prepack is {prepack!r}", remedy=f"it can be {', '.join(get_args(Prepack))}")
@@ -161,10 +162,13 @@ def _open_devices(bundle: Bundle, program: Program, name: str, options: DeviceOp
     if not program.uses("device"):
         cpu = open_device(HOST, options)
         return Devices(cpu, cpu)
-    device = open_device(name, options)
+    chosen = device_for(bundle.config.target.name, name)
+    device = open_device(chosen, options)
     try:
         _check_target(bundle, device)
-        return Devices(device, open_device(HOST, options) if program.uses("host") else None)
+        if not program.uses("host"):
+            return Devices(device)
+        return Devices(device, device if chosen == HOST else open_device(HOST, options))
     except BaseException:
         device.close()
         raise
@@ -180,7 +184,7 @@ def _check_parts(bundle: Bundle, program: Program, devices: Devices) -> None:
 
 def _check_target(bundle: Bundle, device: Device) -> None:
     target = bundle.config.target.name
-    if target not in device.targets:
+    if device.targets is not None and target not in device.targets:
         raise DeviceError(
             f"the bundle was built for {target}, which the device {device.name} cannot run",
             remedy=f"rebuild it with npucc build --target {min(device.targets)}",
@@ -206,20 +210,23 @@ def _check_phases(program: Program, phases: Sequence[str]) -> None:
 
 def _pack(prepack: Prepack, program: Program, phases: Sequence[str], devices: Devices, micro_steps: int | None) -> bool:
     """Whether to pack; raises `DeviceError` if there is no memory for what was chosen."""
-    free = {space: devices.of(space).available_memory() for space in SPACES if program.uses(space)}
+    used = tuple(space for space in SPACES if program.uses(space))
+    memories = [used] if devices.host is devices.device else [(space,) for space in used]
+    free = {spaces: devices.of(spaces[0]).available_memory() for spaces in memories}
+
+    def needed(spaces: Sequence[Space], *, constants: bool) -> int:
+        return sum(memory_needed(program, phases, space, constants=constants) for space in spaces)
+
     if prepack == "auto":
         pays = devices.device.prepacks and (micro_steps or 0) >= PAYS_AFTER
-        pack = pays and all(
-            memory_needed(program, phases, space, constants=True) < _COMFORTABLE * free[space] for space in free
-        )
+        pack = pays and all(needed(spaces, constants=True) < _COMFORTABLE * free[spaces] for spaces in memories)
     else:
         pack = prepack == "on" and devices.device.prepacks
-    for space, most in free.items():
-        needed = memory_needed(program, phases, space, constants=pack)
-        if needed > most:
+    for spaces, most in free.items():
+        if (least := needed(spaces, constants=pack)) > most:
             raise DeviceError(
-                f"the program needs {needed / 1e9:.2f} GB of memory, {most / 1e9:.2f} GB are free",
-                where=f"memory of the {space}" if len(free) > 1 else None,
+                f"the program needs {least / 1e9:.2f} GB of memory, {most / 1e9:.2f} GB are free",
+                where=f"memory of the {spaces[0]}" if len(free) > 1 else None,
                 remedy="use --prepack off" if pack else _MORE_MEMORY,
             )
     return pack

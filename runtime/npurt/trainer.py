@@ -20,6 +20,7 @@ from npurt.batches import Layout
 from npurt.checkpoint import Checkpoint, RunState
 from npurt.config import TrainConfig
 from npurt.data import Pack, PackedDataset, load
+from npurt.devices import OWN
 from npurt.engine import Array, Engine, Float32, parameter_views, state_buffers
 from npurt.errors import DivergedError, MismatchError, UsageError
 from npurt.export import peft
@@ -55,7 +56,7 @@ class Trainer:
         weights: str | Path,
         config: TrainConfig | None = None,
         *,
-        device: str = "cpu",
+        device: str = OWN,
         init_adapter: str | Path | None = None,
         planned_micro_steps: int | None = None,
         phases: Sequence[str] | None = None,
@@ -63,9 +64,10 @@ class Trainer:
     ) -> None:
         """Check the weights against the bundle, load them, and initialize the adapter.
 
-        `init_adapter` is the folder of a PEFT adapter to start from. `planned_micro_steps` is the length of the run,
-        for `prepack="auto"`, where the configuration gives no number of steps. `phases` are loaded now, others when
-        they first run; None: those of training. `progress` is called with (done, all) while loading.
+        `device` is by default what the bundle was built for. `init_adapter` is the folder of a PEFT adapter to start
+        from. `planned_micro_steps` is the length of the run, for `prepack="auto"`, where the configuration gives no
+        number of steps. `phases` are loaded now, others when they first run; None: those of training. `progress` is
+        called with (done, all) while loading.
 
         Raises `MismatchError` if weights or adapter do not fit the bundle, with all that does not fit; `DeviceError` if
         the device cannot take them. The bundle must stay open as long as the trainer.

@@ -15,7 +15,7 @@ from npubundle.config import BundleConfig, Memory, Target
 from npubundle.errors import FormatError
 from npubundle.fields import Kind, read
 from npubundle.model_config import MODEL_CONFIG, ModelConfig
-from npubundle.part import PART, Estimate, PartGraph, tensor_type
+from npubundle.part import ONNX_MEDIA_TYPE, PART, Estimate, OnnxForm, PartGraph, tensor_type
 from npubundle.recipe import LORA_TARGETS, RECIPE, Activations, Recipe
 from npubundle.tensor import ITEM_SIZE, TensorType
 from tests.npubundle.programs import DIGEST, part
@@ -74,11 +74,24 @@ def test_a_part_is_read_back() -> None:
 
 @pytest.mark.parametrize("graph", [None, PartGraph(DIGEST, 7, "application/graph")])
 @pytest.mark.parametrize("estimate", [None, Estimate(5), Estimate(10**12, 41.5, 1 << 30)])
-def test_a_part_keeps_graph_and_estimate(graph: PartGraph | None, estimate: Estimate | None) -> None:
-    made = dataclasses.replace(part("a", [F32], [F32]), graph=graph, estimate=estimate)
+@pytest.mark.parametrize("onnx", [None, OnnxForm(DIGEST, 9, {"onnxruntime": "1.14"})])
+def test_a_part_keeps_what_it_may_lack(
+    graph: PartGraph | None, estimate: Estimate | None, onnx: OnnxForm | None
+) -> None:
+    made = dataclasses.replace(part("a", [F32], [F32]), graph=graph, estimate=estimate, onnx=onnx)
     document = json.loads(canonical.encode(made.to_dict()))
-    assert ("graph" in document, "estimate" in document) == (graph is not None, estimate is not None)
+    kept = {"graph": graph, "estimate": estimate, "onnx": onnx}
+    assert {name: name in document for name in kept} == {name: value is not None for name, value in kept.items()}
     assert read(document, PART, what="it") == made
+
+
+def test_a_part_as_onnx_is_its_payload_or_the_form_beside_it() -> None:
+    form = OnnxForm("sha256:" + "5" * 64, 9, {"onnxruntime": "1.14"})
+    made = dataclasses.replace(part("a", [F32], [F32]), media_type="application/other", onnx=form)
+    assert made.as_onnx() == form
+    assert dataclasses.replace(made, onnx=None).as_onnx() is None
+    payload = dataclasses.replace(made, media_type=ONNX_MEDIA_TYPE, onnx=None)
+    assert payload.as_onnx() == OnnxForm(made.digest, made.size, made.requires)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +99,7 @@ def test_a_part_keeps_graph_and_estimate(graph: PartGraph | None, estimate: Esti
     [
         ({"graph": {"digest": "x", "size": 1, "media_type": "y"}}, "graph.digest: must be a sha256 digest"),
         ({"graph": None}, "graph: must be an object"),
+        ({"onnx": {"digest": DIGEST, "size": 1, "requires": 3}}, "onnx.requires: must be an object"),
         ({"estimate": {"cycles": -1, "peak_power": None, "memory": None}}, "estimate.cycles: must be at least 0"),
         ({"estimate": {"cycles": 1}}, "estimate.peak_power: is missing"),
         ({"name": "Layer"}, "name: must be a part name, is 'Layer'"),

@@ -28,7 +28,43 @@ def execute(request):
     for tensor, (kind, name) in zip(found, request["outputs"]):
         np.save(name, tensor.numpy() if tensor.dtype == torch.int32 else tensor.float().numpy())
 """
+#: Source of a worker that "compiles" a canonical graph to itself, in as many seconds as the file `seconds` says.
+COMPILE = (
+    EXECUTE
+    + r"""
+import json, os, sys, time
+from pathlib import Path
+
+print(json.dumps({"ok": {"furiosa-torch": "1.2.3", "furiosa-compiler": "4.5", "torch": "2.0"}}), flush=True)
+here = Path(__file__).parent
+fusion = json.loads(input())["fusion"]
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["do"] == "compile":
+        raw = Path(request["graph"]).read_bytes()
+        log = here / "compiled"
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(float((here / "seconds").read_text()))
+        out = Path(request["out"])
+        (out / "part.bin").write_bytes(json.dumps([fusion, request["options"]]).encode() + raw)
+        (out / "part.dfg").write_bytes(raw)
+        summary = {"rlir_stats": {"total_cycle": len(raw)}, "peak_power": "-", "peak_memory_usage_bytes": 4096}
+        (out / "summary.json").write_text(json.dumps(summary))
+    else:
+        execute(request)
+    print(json.dumps({"ok": {}}), flush=True)
+"""
+)
 VERSIONS = {"furiosa-torch": "1.2.3", "furiosa-compiler": "4.5", "torch": "2.0"}
+
+
+def interpreter(folder: Path) -> Path:
+    """What `NPUCC_RNGD_PYTHON` may name: a script in a new folder that runs the worker `COMPILE`."""
+    script(folder / "worker.py", COMPILE)
+    script(folder / "seconds", "0")
+    script(folder / "python", f'#!/bin/sh\nexec "{sys.executable}" "{folder}/worker.py"\n')
+    return folder / "python"
 
 
 @dataclass

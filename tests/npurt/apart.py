@@ -12,7 +12,7 @@ from pathlib import Path
 
 from npubundle.digest import sha256_of
 from npubundle.liveness import planned
-from npubundle.part import Part, PartGraph
+from npubundle.part import OnnxForm, Part, PartGraph
 from npubundle.program import Buffer, Call, Instruction, Move, Operand, Program, Repeat
 from npurt.arrays import Array
 from npurt.devices.cpu import CpuDevice, CpuExecutable
@@ -88,8 +88,11 @@ def reference() -> Program:
     return planned(dataclasses.replace(whole, buffers=buffers, phases=phases))
 
 
-def write_bundle(folder: Path, *, graphs: bool = False) -> tuple[Path, Path]:
-    """A signed bundle. With `graphs`, parts of the device have a payload that nothing can load, and their graph."""
+def write_bundle(folder: Path, *, graphs: bool = False, onnx: bool = True) -> tuple[Path, Path]:
+    """A signed bundle.
+
+    With `graphs`, parts of the device have a graph, and an ONNX form if `onnx`, beside a payload that nothing can load.
+    """
     parts, payloads = toy.parts()
     changed: dict[str, Part] = {}
     if graphs:
@@ -98,7 +101,14 @@ def write_bundle(folder: Path, *, graphs: bool = False) -> tuple[Path, Path]:
             graph = PartGraph(sha256_of(raw), len(raw), "application/graph")
             compiled = f"compiled {name}".encode()
             changed[f"{name}.far"] = dataclasses.replace(
-                parts[name], name=f"{name}.far", digest=sha256_of(compiled), size=len(compiled), graph=graph
+                parts[name],
+                name=f"{name}.far",
+                digest=sha256_of(compiled),
+                size=len(compiled),
+                media_type="application/far",
+                requires={"sorcery": "3"},
+                graph=graph,
+                onnx=OnnxForm(graph.digest, graph.size, {"onnxruntime": "1.14"}) if onnx else None,
             )
             payloads[f"{name}.far"] = compiled
     programs = {"train": _compiled(program(), changed), "reference": reference()}

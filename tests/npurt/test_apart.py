@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from npubundle.errors import FormatError
 from npubundle.liveness import planned
 from npubundle.part import Part
-from npubundle.program import Buffer, Call, Move, Operand, Program, Source
+from npubundle.program import SPACES, Buffer, Call, Move, Operand, Program, Source
 from npubundle.tensor import TensorType
 from npurt import devices
 from npurt.bundle import Bundle
@@ -122,6 +122,40 @@ def test_gradients_agree_with_a_reference_on_the_host(
     assert check_gradients(bundle, folder, device=apart.TARGET).good
     assert len(opened) == 2, "the reference program opens no device"
     assert all(device.closed for device in opened)
+
+
+def test_the_cpu_runs_a_devices_program_from_onnx_forms(bundle: Bundle, folder: Path) -> None:
+    loss, gradient = expected()
+    with Session.open(bundle, folder, device="cpu") as session:
+        fill(session)
+        session.run("micro_step")
+        assert session.read("loss_sum") == pytest.approx(loss, rel=1e-5)
+        np.testing.assert_allclose(session.read("grad"), gradient, rtol=1e-4, atol=1e-4)
+    assert check_gradients(bundle, folder, device="cpu").good
+
+
+def test_the_cpus_memory_is_one_for_both_spaces(bundle: Bundle, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = sum(memory_needed(bundle.program(), ["micro_step", "update"], s, constants=False) for s in SPACES)
+    monkeypatch.setattr(CpuDevice, "available_memory", lambda _self: needed - 1)
+    with pytest.raises(DeviceError, match="the program needs"):
+        Session.open(bundle, folder, device="cpu")
+    monkeypatch.setattr(CpuDevice, "available_memory", lambda _self: needed)
+    Session.open(bundle, folder, device="cpu").close()
+
+
+def test_without_an_onnx_form_the_cpu_says_which_part_lacks_it(tmp_path: Path, folder: Path) -> None:
+    path, key = apart.write_bundle(tmp_path, graphs=True, onnx=False)
+    with Bundle.open(path, key) as bare, pytest.raises(DeviceError, match=r"have no ONNX form \(\w+\.far is one\)"):
+        Session.open(bare, folder, device="cpu")
+    with Bundle.open(path, key) as bare, pytest.raises(FormatError, match=r"no ONNX form of part forward\.far"):
+        bare.payload("forward.far", "onnx")
+
+
+def test_the_usual_device_is_that_of_the_target(bundle: Bundle, folder: Path) -> None:
+    assert [devices.device_for(target) for target in ("cpu", "rngd")] == ["cpu", "furiosa:auto"]
+    assert devices.device_for("rngd", "cpu") == "cpu"
+    with pytest.raises(DeviceError, match="no device of this release runs bundles for far by itself"):
+        Session.open(bundle, folder)
 
 
 def test_a_device_is_closed_when_the_host_cannot_be_opened(

@@ -62,14 +62,17 @@ def make_progress(settings: Settings, signals: Signals, *, log_every: int = 1) -
 
 
 def open_bundle(settings: Settings, progress: Progress) -> Bundle:
-    """Verify and open the bundle."""
+    """Verify and open the bundle, and say so if the CPU stands in for the device that it was built for."""
     from npubundle.trust import TrustPolicy
     from npurt.bundle import Bundle
+    from npurt.devices import HOST
 
     with progress.phase("bundle", settings["bundle"]):
         bundle = Bundle.open(settings["bundle"], trust=TrustPolicy.from_paths(settings["trust"]))
     for warning in bundle.warnings:
         progress.warn(f"the bundle is not trusted: {warning}")
+    if settings["device"] == HOST != (target := bundle.config.target.name):
+        progress.note(f"the bundle was built for {target}; this CPU computes its parts, from their ONNX forms")
     return bundle
 
 

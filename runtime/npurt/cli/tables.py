@@ -20,7 +20,12 @@ TRUST = Option(
 WEIGHTS = Option(
     "weights", FOLDER, "Model folder: safetensors, config.json, tokenizer.json, chat template.", required=True
 )
-DEVICE = Option("device", TEXT, "Device to run on: cpu, rngd-sim, furiosa:N or furiosa:auto.", default="cpu")
+DEVICE = Option(
+    "device",
+    TEXT,
+    "Device to run on: cpu, rngd-sim, furiosa:N or furiosa:auto; 'auto' is what the bundle was built for.",
+    default="auto",
+)
 PREPACK = Option(
     "prepack",
     TEXT,

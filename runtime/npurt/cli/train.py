@@ -125,6 +125,8 @@ def _show_data(
 def _header(
     settings: Settings, config: TrainConfig, bundle: Bundle, dataset: PackedDataset, total: int
 ) -> dict[str, Any]:
+    from npurt.devices import device_for
+
     return {
         "bundle": {
             "path": settings["bundle"],
@@ -139,7 +141,7 @@ def _header(
         "eval_data": list(settings["eval_data"]),
         "config": config.to_dict(),
         "total_steps": total,
-        "device": settings["device"],
+        "device": device_for(bundle.config.target.name, settings["device"]),
         "versions": versions(),
     }
 

@@ -40,11 +40,27 @@ HOST = "cpu"
 
 _OPENERS: dict[str, Callable[[DeviceOptions], Device]] = {HOST: _cpu, "rngd-sim": _rngd_sim}
 
+#: The name for whatever a bundle was built for, and what that is.
+OWN = "auto"
+_OF_TARGET = {"cpu": HOST, "rngd": "furiosa:auto"}
+
 #: `furiosa` with a number, or with the choice left to npurt.
 _FURIOSA = re.compile(r"furiosa(?::(?:auto|(\d{1,4})))?", re.ASCII)
 
 #: Names that `open_device` knows, N being a number; `furiosa` alone is `furiosa:auto`.
 NAMES = (*_OPENERS, "furiosa:N", "furiosa:auto")
+
+
+def device_for(target: str, name: str = OWN) -> str:
+    """The device that a user means by a name, for a bundle of this target. Raises `DeviceError` if `auto` has none."""
+    if name != OWN:
+        return name
+    if target not in _OF_TARGET:
+        raise DeviceError(
+            f"no device of this release runs bundles for {target} by itself",
+            remedy=f"name one: {', '.join(NAMES)}",
+        )
+    return _OF_TARGET[target]
 
 
 def open_device(name: str, options: DeviceOptions | None = None) -> Device:

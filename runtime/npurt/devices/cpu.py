@@ -65,8 +65,6 @@ _SPELLING = {
     "tensor(int64)": "i64",
     "tensor(bool)": "bool",
 }
-#: Media type of the payloads that this device runs.
-MEDIA_TYPE = "application/vnd.npucc.part.v1+onnx"
 _ERRORS_ONLY = 3
 _ONNX_BF16 = 16
 #: Threads spin while they wait for work. A few more than cores are slow; thousands bring a host to a standstill.
@@ -75,11 +73,11 @@ _PROVIDERS = ["CPUExecutionProvider"]
 
 
 class CpuDevice(HostMemory):
-    """Runs parts whose payload is an ONNX model."""
+    """Runs parts as ONNX models: those of a bundle for the CPU, and the ONNX forms of any other."""
 
     name = "cpu"
-    targets = frozenset({"cpu"})
-    form: Form = "payload"
+    targets: frozenset[str] | None = None
+    form: Form = "onnx"
     prepacks = True
 
     def __init__(self, threads: int | None = None) -> None:
@@ -91,11 +89,12 @@ class CpuDevice(HostMemory):
         self._opsets: dict[str, bool] = {}
 
     def check(self, parts: Sequence[Part]) -> None:
-        """Compare what the parts require (`onnxruntime`, `opset`) with what is installed."""
+        """Compare what the ONNX forms require (`onnxruntime`, `opset`) with what is installed."""
         problems = Problems()
-        for media_type in sorted({part.media_type for part in parts} - {MEDIA_TYPE}):
-            problems.add("parts", f"{media_type} is no form of part that this device runs")
-        wanted = sorted({item for part in parts for item in part.requires.items()})
+        forms = {part.name: part.as_onnx() for part in parts}
+        if bare := [name for name, form in forms.items() if form is None]:
+            problems.add("parts", f"{len(bare)} have no ONNX form ({bare[0]} is one); rebuild the bundle")
+        wanted = sorted({item for form in forms.values() if form is not None for item in form.requires.items()})
         for name, version in wanted:
             if name == "onnxruntime":
                 if _numbers(onnxruntime.__version__) < _numbers(version):

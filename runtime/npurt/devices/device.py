@@ -14,8 +14,8 @@ from npubundle.part import Part
 from npubundle.tensor import TensorType
 from npurt.arrays import Array
 
-#: What a part is loaded from: the compiled payload, or the graph that it was compiled from.
-Form: TypeAlias = Literal["payload", "graph"]
+#: What a part is loaded from: the compiled payload, the graph that it was compiled from, or an ONNX model of it.
+Form: TypeAlias = Literal["payload", "graph", "onnx"]
 
 
 class Block(Protocol):
@@ -55,8 +55,8 @@ class Device(Protocol):
         """The name it is opened by."""
 
     @property
-    def targets(self) -> frozenset[str]:
-        """The targets of bundles that it can run."""
+    def targets(self) -> frozenset[str] | None:
+        """The targets of bundles that it can run; None where that is up to the parts alone."""
 
     @property
     def form(self) -> Form:

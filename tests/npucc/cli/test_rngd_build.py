@@ -19,37 +19,9 @@ from pathlib import Path
 import pytest
 
 from tests.npucc import tiny
-from tests.npucc.rngd_stand_in import EXECUTE
+from tests.npucc.rngd_stand_in import interpreter
 
 pytestmark = pytest.mark.timeout(600)
-
-WORKER = (
-    EXECUTE
-    + r"""
-import json, os, sys, time
-from pathlib import Path
-
-print(json.dumps({"ok": {"furiosa-torch": "1.2.3", "furiosa-compiler": "4.5", "torch": "2.0"}}), flush=True)
-here = Path(__file__).parent
-fusion = json.loads(input())["fusion"]
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["do"] == "compile":
-        raw = Path(request["graph"]).read_bytes()
-        log = here / "compiled"
-        with log.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        time.sleep(float((here / "seconds").read_text()))
-        out = Path(request["out"])
-        (out / "part.bin").write_bytes(json.dumps([fusion, request["options"]]).encode() + raw)
-        (out / "part.dfg").write_bytes(raw)
-        summary = {"rlir_stats": {"total_cycle": len(raw)}, "peak_power": "-", "peak_memory_usage_bytes": 4096}
-        (out / "summary.json").write_text(json.dumps(summary))
-    else:
-        execute(request)
-    print(json.dumps({"ok": {}}), flush=True)
-"""
-)
 
 
 @dataclass(frozen=True)
@@ -100,12 +72,7 @@ def command_line(entry: Path) -> Sequence[str]:
 @pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Farm:
     made = Farm(tmp_path_factory.mktemp("farm"))
-    (made.root / "sdk").mkdir()
-    (made.root / "sdk" / "worker.py").write_text(WORKER)
-    (made.root / "sdk" / "seconds").write_text("0")
-    python = made.root / "sdk" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{made.root}/sdk/worker.py"\n')
-    python.chmod(0o755)
+    interpreter(made.root / "sdk")
     (made.root / "config.json").write_text(json.dumps(tiny.config()))
     made.run("keygen", "--out", made.root / "key")
     return made
@@ -123,6 +90,8 @@ def test_all_parts_are_compiled_and_pass_their_check(farm: Farm, whole: dict[str
     device = [part for part in told["parts"] if part["media_type"].endswith("+furiosa-rngd")]
     assert len(device) > 20
     assert all(part["numerics"]["verdict"] == "pass" and part["graph"] and part["estimate"] for part in device)
+    assert all(part["onnx"]["size"] > 0 and part["onnx"]["requires"]["onnxruntime"] for part in device)
+    assert not any("onnx" in part for part in told["parts"] if part not in device)
     assert told["estimate"]["phases"]["micro_step"]["launches"] > 0
 
 

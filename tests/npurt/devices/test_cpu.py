@@ -133,9 +133,11 @@ def test_a_part_that_fails_names_itself(device: CpuDevice) -> None:
 
 def test_requirements_are_reported_together(device: CpuDevice) -> None:
     needs = {"onnxruntime": "99.0", "opset": "999", "cpu": "x86-64-v4", "sorcery": "3"}
-    part, _ = made("(float[3] x) => (float[3] y) { y = Neg(x) }", requires=needs, media_type="text/plain")
+    part, _ = made("(float[3] x) => (float[3] y) { y = Neg(x) }", requires=needs)
+    bare, _ = made("(float[3] x) => (float[3] y) { y = Neg(x) }", media_type="text/plain")
     with pytest.raises(DeviceError) as caught:
-        device.check([part])
+        device.check([part, dataclasses.replace(bare, name="bare")])
+    assert "1 have no ONNX form (bare is one); rebuild the bundle" in str(caught.value)
     assert {problem.where for problem in caught.value.problems} == {"parts", *needs}
 
 

@@ -1,0 +1,50 @@
+"""Computes in f32 what a graph computes in bf16, and rounds each result: what bf16 arithmetic is defined as.
+
+For targets whose kernels only move and convert bf16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from npubundle.tensor import TensorType
+from npucc.graph import Arg, Graph, Node, Ref
+from npucc.passes.rewriting import Replacement, rewrite
+
+#: Operators that only move or convert elements.
+MOVING = {
+    "aten._to_copy.default",
+    "aten.index_select.default",
+    "aten.permute.default",
+    "aten.slice.Tensor",
+    "aten.view.default",
+}
+_CAST = "aten._to_copy.default"
+
+
+def widen_arithmetic(graph: Graph) -> Graph:
+    """`mm(a, b)` of bf16 becomes `bf16(mm(f32(a), f32(b)))`. A graph without bf16 arithmetic stays as it is."""
+    types = dict(graph.types)
+    wide: dict[str, str] = {}
+
+    def rule(node: Node) -> Replacement:
+        if node.op in MOVING:
+            return [node]
+        narrow = [name for name in dict.fromkeys(node.refs()) if types[name].dtype == "bf16"]
+        if not narrow and node.type.dtype != "bf16":
+            return [node]
+        casts = [_cast(name, f"{name}_wide", types[name], "f32", node) for name in narrow if name not in wide]
+        wide.update((str(cast.args[0].name), cast.name) for cast in casts if isinstance(cast.args[0], Ref))
+        computed = node.mapped(lambda name: wide.get(name, name))
+        if node.type.dtype != "bf16":
+            return [*casts, computed]
+        kind = TensorType("f32", node.type.shape)
+        kwargs: tuple[tuple[str, Arg], ...] = tuple((k, "f32" if k == "dtype" else v) for k, v in node.kwargs)
+        inner = dataclasses.replace(computed, name=f"{node.name}_exact", kwargs=kwargs, type=kind)
+        return [*casts, inner, _cast(inner.name, node.name, kind, "bf16", node)]
+
+    return rewrite(graph, rule)
+
+
+def _cast(value: str, name: str, kind: TensorType, dtype: str, near: Node) -> Node:
+    return Node(name, _CAST, (Ref(value),), (("dtype", dtype),), TensorType(dtype, kind.shape), near.source)

@@ -92,7 +92,7 @@ def lower(model: Model, recipe: Recipe, target: Target, cut: CutPolicy | None = 
         call.part for p in programs.values() for phase in p.phases for call in p.calls(phase) if call.queue == "host"
     }
     host = host_target()
-    toolchains = {each.NAME: each.toolchain() for each in (target, host)}
+    toolchains = {each.NAME: each.toolchain() for each in (host, target)}
 
     def identity(name: str, chosen: Target) -> Identity:
         graph = traced.parts[name].graph

@@ -93,15 +93,15 @@ def lower(model: Model, recipe: Recipe, target: Target, cut: CutPolicy | None = 
     }
     host = host_target()
     toolchains = {each.NAME: each.toolchain() for each in (host, target)}
-
-    def identity(name: str, chosen: Target) -> Identity:
-        graph = traced.parts[name].graph
-        return Identity.of(name, graph, chosen.NAME, chosen.options(graph), toolchains[chosen.NAME])
-
-    identities = {name: identity(name, host if name in on_host else target) for name in names}
-    onnx = {
-        name: identity(name, host) for name in names if name not in on_host and target.MEDIA_TYPE != host.MEDIA_TYPE
-    }
+    identities, onnx = {}, {}
+    for name in names:
+        graph, chosen = traced.parts[name].graph, host if name in on_host else target
+        made = Identity.of(name, graph, chosen.NAME, chosen.options(graph), toolchains[chosen.NAME])
+        identities[name] = made
+        if chosen.MEDIA_TYPE != host.MEDIA_TYPE:
+            onnx[name] = dataclasses.replace(
+                made, target=host.NAME, options=host.options(graph), toolchain=toolchains[host.NAME]
+            )
     memory = _memory(programs["train"], saved)
     return Lowered(traced, target, programs, identities, memory, frozenset(on_host), onnx)
 

@@ -9,7 +9,7 @@ from npucc.graph import Graph, Node, Ref
 from npucc.passes.layouts import LAYOUTS
 from npucc.passes.rewriting import Replacement, rewrite
 
-_CAST = "aten._to_copy.default"
+CAST = "aten._to_copy.default"
 #: Types all of whose values f32 holds.
 _WITHIN_F32 = {"bf16", "f16"}
 
@@ -28,12 +28,12 @@ def drop_round_trips(graph: Graph) -> Graph:
         if node.op in LAYOUTS:
             found = widened(operand, dtype)
             return found and (found[0], [*found[1], node])
-        widens = node.op == _CAST and types[operand].dtype == dtype and node.type.dtype == "f32"
+        widens = node.op == CAST and types[operand].dtype == dtype and node.type.dtype == "f32"
         return (operand, []) if widens else None
 
     def rule(node: Node) -> Replacement:
         seen[node.name] = node
-        operand = node.args[0] if node.op == _CAST and node.type.dtype in _WITHIN_F32 else None
+        operand = node.args[0] if node.op == CAST and node.type.dtype in _WITHIN_F32 else None
         found = widened(operand.name, node.type.dtype) if isinstance(operand, Ref) else None
         if found is None:
             return [node]

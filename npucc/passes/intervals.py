@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from npucc.graph import Graph, Node, Ref, Value
+from npucc.passes.casts import CAST
 from npucc.passes.dead_code import remove_dead_code
 from npucc.passes.layouts import LAYOUTS
 
@@ -31,7 +32,6 @@ TRANSPOSE = 8
 
 _REDUCTIONS = {"aten.mean.dim", "aten.amax.default", "aten._softmax.default"}
 _KINDS = ("adapter", "batched", "gradient", "reduction", "rotation", "sum", "weight")
-_CAST = "aten._to_copy.default"
 
 
 def cut_into_parts(
@@ -230,12 +230,12 @@ def _transposes(graph: Graph, node: Node) -> bool:
 
 def _arranges(node: Node) -> bool:
     """Whether this is another layout or dtype of its operand."""
-    return node.op in LAYOUTS or node.op == _CAST
+    return node.op in LAYOUTS or node.op == CAST
 
 
 def _narrows(graph: Graph, node: Node) -> bool:
     """Whether this is a cast to a type of fewer bytes."""
-    operand = node.args[0] if node.op == _CAST else None
+    operand = node.args[0] if node.op == CAST else None
     return isinstance(operand, Ref) and node.type.nbytes < graph.types[operand.name].nbytes
 
 
@@ -245,7 +245,7 @@ def _is_transparent(graph: Graph, node: Node) -> bool:
         return False
     # What is made of an input by layout and casts alone is made again wherever it is wanted.
     from_input = _root(graph, node.name) not in graph.producers
-    widens = node.op == _CAST and not _narrows(graph, node)
+    widens = node.op == CAST and not _narrows(graph, node)
     turned = node.op == "aten.permute.default" and len(node.type.shape) == 2  # products read either way
     return from_input or widens or turned or node.op == "aten.view.default"
 

@@ -9,17 +9,12 @@ import dataclasses
 
 from npubundle.tensor import TensorType
 from npucc.graph import Arg, Graph, Node, Ref
+from npucc.passes.casts import CAST
+from npucc.passes.layouts import LAYOUTS
 from npucc.passes.rewriting import Replacement, rewrite
 
 #: Operators that only move or convert elements.
-MOVING = {
-    "aten._to_copy.default",
-    "aten.index_select.default",
-    "aten.permute.default",
-    "aten.slice.Tensor",
-    "aten.view.default",
-}
-_CAST = "aten._to_copy.default"
+MOVING = LAYOUTS | {CAST, "aten.index_select.default", "aten.slice.Tensor"}
 
 
 def widen_arithmetic(graph: Graph) -> Graph:
@@ -34,7 +29,7 @@ def widen_arithmetic(graph: Graph) -> Graph:
         if not narrow and node.type.dtype != "bf16":
             return [node]
         casts = [_cast(name, f"{name}_wide", types[name], "f32", node) for name in narrow if name not in wide]
-        wide.update((str(cast.args[0].name), cast.name) for cast in casts if isinstance(cast.args[0], Ref))
+        wide.update({name: f"{name}_wide" for name in narrow})
         computed = node.mapped(lambda name: wide.get(name, name))
         if node.type.dtype != "bf16":
             return [*casts, computed]
@@ -47,4 +42,4 @@ def widen_arithmetic(graph: Graph) -> Graph:
 
 
 def _cast(value: str, name: str, kind: TensorType, dtype: str, near: Node) -> Node:
-    return Node(name, _CAST, (Ref(value),), (("dtype", dtype),), TensorType(dtype, kind.shape), near.source)
+    return Node(name, CAST, (Ref(value),), (("dtype", dtype),), TensorType(dtype, kind.shape), near.source)

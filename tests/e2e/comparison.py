@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,12 @@ from npurt.session import Prepack, Session
 from tests.e2e.bundles import Built
 
 Tensors = Mapping[str, NDArray[np.float32]]
+
+
+def losses(log: Path) -> list[float]:
+    """The loss of each step that `npurt train --log-file` wrote."""
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return [line["loss"] for line in lines if line["event"] == "step"]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.bundles import Built, Workshop, run
+from tests.e2e.comparison import losses
 from tests.npucc.rngd_stand_in import interpreter
 
 pytestmark = pytest.mark.timeout(900)
@@ -77,15 +78,14 @@ def test_training_follows_the_cpu_target(
     rows: Path,
     tmp_path: Path,
 ) -> None:
-    losses: list[list[float]] = []
+    found: list[list[float]] = []
     for built in (smollm2_bundle, device_bundle(workshop, smollm2_dir, smollm2_flags, "save")):
-        log, out = tmp_path / f"{len(losses)}.jsonl", tmp_path / f"{len(losses)}"
+        log, out = tmp_path / f"{len(found)}.jsonl", tmp_path / f"{len(found)}"
         words = ["--bundle", built.path, "--trust", built.trust, "--weights", smollm2_dir, "--data", rows, "--out", out]
         words += ["--steps", 8, "--accum", 2, "--lr", "1e-3", "--seed", 1, "--device", "cpu", "--log-file", log]
         run("npurt", "train", *map(str, words))
-        events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        losses.append([event["loss"] for event in events if event["event"] == "step"])
+        found.append(losses(log))
         assert (out / "adapter_model.safetensors").exists()
-    of_cpu, of_device = losses
+    of_cpu, of_device = found
     assert of_device == pytest.approx(of_cpu, rel=0.01)
     assert of_device != of_cpu

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.e2e.bundles import Built, Workshop, run
+from tests.e2e.comparison import losses
 
 FLAGS = ("--seq-len", "32", "--rank", "8", "--targets", "q,v")
 # Parts of the vendor's compiler take from seconds to minutes each.
@@ -67,11 +68,6 @@ def test_gradients_of_the_whole_program_in_the_vendors_executor(rngd_python: str
     report = json.loads(done.stdout)
     assert len(report["tensors"]) == 8
     assert min(tensor["cosine"] for tensor in report["tensors"]) >= 0.999
-
-
-def losses(log: Path) -> list[float]:
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [line["loss"] for line in lines if line.get("event") == "step"]
 
 
 def test_training_follows_the_cpu_target(

@@ -144,9 +144,9 @@ def _memory(program: Program, saved: int) -> Memory:
 def bundle_name(lowered: Lowered) -> str:
     """A name from the recipe, for people and trust rules, when none is given."""
     recipe, config = lowered.traced.recipe, lowered.traced.model.config
-    targets = "-".join(recipe.targets)
+    trained = "full" if recipe.full else f"lora-r{recipe.rank}-{'-'.join(recipe.targets)}"
     size = f"{config.num_hidden_layers}x{config.hidden_size}"
-    return f"{config.model_type}-{size}-lora-r{recipe.rank}-{targets}-s{recipe.seq_len}-{lowered.target.NAME}"
+    return f"{config.model_type}-{size}-{trained}-s{recipe.seq_len}-{lowered.target.NAME}"
 
 
 def compile_all(lowered: Lowered, cache: Cache, progress: Progress) -> tuple[dict[str, Entry], int]:

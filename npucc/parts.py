@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from npubundle.model_config import ModelConfig
@@ -18,7 +18,8 @@ from npucc.passes.intervals import cut_into_parts
 from npucc.passes.partition import partition
 from npucc.passes.plain_products import plain_products
 from npucc.targets import CutPolicy
-from npucc.training import embedding, head, layer, optimizer
+from npucc.training import embedding, head, head_gradients, head_reference, layer, optimizer
+from npucc.training.groups import Group, parameter_groups
 from npucc.training.head import HeadShape
 
 
@@ -35,9 +36,10 @@ class PartSpec:
 class Traced:
     """The traced step: every graph that any activation policy needs, by part name.
 
-    `head` and `trained` (elements of all LoRA matrices) are what the program needs beside them. `layer` is the joint
-    graph of a decoder layer as it was traced, before any pass. `stages` names the parts that a pass through a layer
-    consists of, in order: one for whole layers, several where the target wants smaller ones.
+    `head`, `trained` (elements of all LoRA matrices) and `groups` (of trained weights) are what the program needs
+    beside them. `layer` is the joint graph of a decoder layer as it was traced, before any pass. `stages` names the
+    parts that a pass through a layer consists of, in order: one for whole layers, several where the target wants
+    smaller ones.
     """
 
     model: Model
@@ -48,6 +50,7 @@ class Traced:
     layer: Graph
     cut: CutPolicy
     stages: Mapping[str, tuple[str, ...]]
+    groups: tuple[Group, ...] = ()
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -72,16 +75,52 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
     graphs += _reference_ends(config, recipe.seq_len, cut)
     graphs += [graph for group in layers.values() for graph in group]
     graphs += _head_graphs(model, recipe, shape, cut)
+    groups = parameter_groups(model, recipe, cut.update_block)
     parts = {graph.name: PartSpec(graph.name, graph) for graph in graphs}
-    for graph, pairs in (
-        (optimizer.accumulate(trained, select=not cut.own_memory), {"new_grad": "grad"}),
-        (_named("reference.accumulate", optimizer.accumulate(trained), None), {"new_grad": "grad"}),
-        (optimizer.clip(trained), {}),
-        (optimizer.adamw(trained), {"new_param": "param", "new_moment1": "moment1", "new_moment2": "moment2"}),
-    ):
+    updates = [*_full_updates(groups), *_ends(model, shape, cut, groups)] if groups else _lora_updates(trained, cut)
+    for graph, pairs in updates:
         parts[graph.name] = PartSpec(graph.name, graph, inplace_pairs(graph, pairs))
     stages = {name: tuple(graph.name for graph in group) for name, group in layers.items()}
-    return Traced(model, recipe, shape, parts, trained, raw, cut, stages)
+    return Traced(model, recipe, shape, parts, trained, raw, cut, stages, groups)
+
+
+_SUM = {"new_grad": "grad"}
+_STEP = {"new_param": "param", "new_moment1": "moment1", "new_moment2": "moment2"}
+
+
+def _lora_updates(trained: int, cut: CutPolicy) -> Iterator[tuple[Graph, dict[str, str]]]:
+    """Graphs of the update, each with the outputs that overwrite inputs."""
+    yield optimizer.accumulate(trained, select=not cut.own_memory), _SUM
+    yield _named("reference.accumulate", optimizer.accumulate(trained), None), _SUM
+    yield optimizer.clip(trained), {}
+    yield optimizer.adamw(trained), _STEP
+
+
+def _full_updates(groups: Sequence[Group]) -> Iterator[tuple[Graph, dict[str, str]]]:
+    """The same for blocks of weights."""
+    yield optimizer.norm([group.blocks for group in groups]), {}
+    for size in sorted({group.block for group in groups}):
+        yield optimizer.add(size), _SUM
+        yield optimizer.squares(size), {}
+        yield optimizer.adamw(size, f"adamw.{size}"), _STEP
+
+
+def _ends(
+    model: Model, shape: HeadShape, cut: CutPolicy, groups: Sequence[Group]
+) -> Iterator[tuple[Graph, dict[str, str]]]:
+    """Gradients of what is trained outside the layers: they are added up in place, block by block."""
+    config, trained = model.config, {member.buffer for group in groups for member in group.members}
+    if "norm" in trained:
+        yield optimizer.zeros("zeros.norm", (config.hidden_size,)), {}
+        yield head_gradients.norm_gradient(config, shape, cut), _SUM
+        yield head_reference.reference_norm_gradient(config, shape), _SUM
+    for width in sorted({stop - start for start, stop in shape.slices}) if trained & {"embed", "head"} else ():
+        yield optimizer.zeros(f"zeros.{width}", (width, config.hidden_size)), {}
+        if "embed" in trained:
+            yield embedding.embed_gradient(config, shape.seq_len, width), _SUM
+        if "head" in trained or config.tie_word_embeddings:
+            yield head_gradients.matrix_gradient(config, shape, cut, width), _SUM
+            yield head_reference.reference_matrix_gradient(config, shape, width), _SUM
 
 
 def _layer_graphs(raw: Graph, cut: CutPolicy) -> dict[str, list[Graph]]:
@@ -149,10 +188,13 @@ def _head_graphs(model: Model, recipe: Recipe, shape: HeadShape, cut: CutPolicy)
     graphs = [head.label_rows(config, shape, cut.products), head.places(shape)]
     graphs += [head.begin(config, shape, cut), head.finish(config, shape, cut), head.end(config, shape, cut)]
     graphs += [head.score_begin(config, shape, cut), head.score_finish(config, shape, cut)]
-    graphs += [head.reference_begin(config, shape), head.reference_finish(config, shape)]
+    graphs += [head_reference.reference_begin(config, shape), head_reference.reference_finish(config, shape)]
     for width in widths:
         graphs += [head.slice_step(config, shape, cut, width), head.score_slice(config, shape, cut, width)]
-        graphs += [head.reference_lse(config, shape, width), head.reference_slice(config, shape, width)]
+        graphs += [
+            head_reference.reference_lse(config, shape, width),
+            head_reference.reference_slice(config, shape, width),
+        ]
         if recipe.logits:
             graphs.append(head.logits_slice(config, shape, cut, width))
     return graphs

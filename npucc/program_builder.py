@@ -7,14 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from npubundle.liveness import planned
-from npubundle.program import Buffer, Call, Init, Instruction, Move, Operand, Program, Repeat, Role, Source, Space
+from npubundle.program import Buffer, Call, Instruction, Move, Operand, Program, Repeat, Source, Space
 from npubundle.tensor import TensorType
 from npucc.graph import Graph
 from npucc.parts import Traced
-from npucc.training.layer import adapters, gradient_name
-
-#: Scalars of the optimizer, in the order of the `adamw` part.
-_ADAMW = ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "correction1", "correction2")
+from npucc.trained_ends import TrainedEnds
+from npucc.trained_state import SCALARS, FullState, LoraState, TrainedState
 
 
 def training_program(traced: Traced, saved_layers: int) -> Program:
@@ -24,7 +22,7 @@ def training_program(traced: Traced, saved_layers: int) -> Program:
 
 def reference_program(traced: Traced) -> Program:
     """The program `reference`: `micro_step` from unfused parts and a two-pass loss, in f32, for a CPU."""
-    program = _Builder(traced, 0, products="f32").reference()
+    program = _Builder(traced, 0, reference=True).reference()
     return _on_host(program) if traced.cut.own_memory else program
 
 
@@ -48,18 +46,23 @@ class _Builder:
     #: Where token ids and row numbers lie.
     indices: Space = "device"
 
-    def __init__(self, traced: Traced, saved_layers: int, products: str | None = None) -> None:
-        """`products` is the dtype of the weights, by default that of the parts."""
+    def __init__(self, traced: Traced, saved_layers: int, *, reference: bool = False) -> None:
+        """A program of the reference's parts has f32 weights, whatever the target."""
         self.traced = traced
-        self.products = products or traced.cut.products
+        self.products = "f32" if reference else traced.cut.products
         self.config = traced.model.config
         self.architecture = traced.model.architecture
         self.layers = self.config.num_hidden_layers
         self.saved_from = self.layers - saved_layers
         self.buffers: dict[str, Buffer] = {}
-        self.checkpoint: dict[str, tuple[int, ...]] = {}
+        self.state: TrainedState = (
+            FullState(traced) if traced.recipe.full else LoraState(traced, "reference." if reference else "")
+        )
+        self.checkpoint: dict[str, tuple[int, ...]] = dict(self.state.checkpoint)
         self._weights()
-        self._state()
+        self.ends = TrainedEnds(self.state.ends, traced.head, self.output_matrix, self.call)
+        for buffer in self.state.buffers():
+            self._add(buffer)
         self._inputs()
 
     # -- buffers -------------------------------------------------------------------------------------------------
@@ -68,6 +71,8 @@ class _Builder:
         self.buffers[buffer.name] = buffer
 
     def _weight(self, name: str, tensor: str, shape: tuple[int, ...], space: Space = "device") -> None:
+        if name in self.state.ends:
+            return
         self.checkpoint[tensor] = shape
         self._add(Buffer(name, TensorType(self.products, shape), "weight", source=Source(tensor), space=space))
 
@@ -76,16 +81,17 @@ class _Builder:
         self._vocabulary_weights()
         for index in range(self.layers):
             for t in names.layer_tensors(config):
-                self._weight(f"layers.{index}.{t.name}", names.layer_prefix.format(index) + t.tensor, t.shape)
+                if self.state.argument(index, t.name) is None:
+                    self._weight(f"layers.{index}.{t.name}", names.layer_prefix.format(index) + t.tensor, t.shape)
         self._weight("norm", names.final_norm, (config.hidden_size,))
+        matrix, trained = self.output_matrix, self.output_matrix in self.state.ends
         for number, (start, stop) in enumerate(self.traced.head.slices):
-            kind = TensorType(self.products, (stop - start, config.hidden_size))
-            self._add(
-                Buffer(
-                    f"head.{number}", kind, "weight", view_of=self.output_matrix, view_offset=start * config.hidden_size
-                )
-            )
+            kind, offset = TensorType(self.products, (stop - start, config.hidden_size)), start * config.hidden_size
+            base = f"params.table.{matrix}" if trained else matrix
+            self._add(Buffer(f"head.{number}", kind, "param" if trained else "weight", base, offset))
             self._add(Buffer(f"head.{number}.start", TensorType("i32", ()), "scalar", value=start))
+            for name in self.state.ends & {"embed", "head"}:
+                self._add(Buffer(f"grad.{name}.{number}", kind, "grad", f"grad.table.{name}", offset))
 
     def _vocabulary_weights(self) -> None:
         config, names = self.config, self.architecture
@@ -95,25 +101,6 @@ class _Builder:
         if not config.tie_word_embeddings:
             self._weight("head", names.head, vocabulary)
 
-    def _state(self) -> None:
-        flat = TensorType("f32", (self.traced.trained,))
-        roles: tuple[tuple[str, Role], ...] = (
-            ("lora", "param"), ("grad", "grad"), ("grad_step", "grad"), ("moment1", "moment"), ("moment2", "moment")
-        )  # fmt: skip
-        for name, role in roles:
-            self._add(Buffer(name, flat, role))
-        offset = 0
-        for index in range(self.layers):
-            prefix = "base_model.model." + self.architecture.layer_prefix.format(index)
-            for adapter in adapters(self.traced.model, self.traced.recipe):
-                for name, tensor, kind in adapter.matrices:
-                    starts_random = name.endswith("lora_A")
-                    init = Init("kaiming_uniform", kind.shape[-1]) if starts_random else Init("zeros")
-                    view = f"{index}.{name}"
-                    self._add(Buffer(f"lora.{view}", kind, "param", "lora", offset, tensor=prefix + tensor, init=init))
-                    self._add(Buffer(f"grad_step.{view}", kind, "grad", "grad_step", offset, tensor=prefix + tensor))
-                    offset += kind.elements
-
     def _inputs(self) -> None:
         S, B, n = self.traced.recipe.seq_len, self.traced.head.blocks, self.traced.head.rows
         for name in ("tokens", "positions", "segments"):
@@ -122,7 +109,7 @@ class _Builder:
         self._add(Buffer("labels", TensorType("i32", (B, n)), "input", space=self.indices))
         self._add(Buffer("weights", TensorType("f32", (B, n)), "input", space=self.indices))
         self._add(Buffer("blocks", TensorType("i32", ()), "scalar", space=self.indices))
-        for name in ("accumulate", "token_count", "max_norm", *_ADAMW):
+        for name in SCALARS:
             self._add(Buffer(name, TensorType("f32", ()), "scalar"))
 
     def _output(self, name: str, kind: TensorType) -> None:
@@ -148,14 +135,9 @@ class _Builder:
         return Call(part, tuple(map(Operand.from_str, args)), tuple(map(Operand.from_str, results)), layer=layer)
 
     def _layer_args(self, part: str, index: int, values: Mapping[str, str]) -> list[str]:
-        """The arguments of a layer's part: what `values` says, else this layer's weights and LoRA matrices."""
-        args = []
-        for value in self._graph(part).inputs:
-            if value.name in values:
-                args.append(values[value.name])
-            else:
-                args.append(f"lora.{index}.{value.name}" if ".lora_" in value.name else f"layers.{index}.{value.name}")
-        return args
+        """The arguments of a layer's part: what `values` says, else this layer's parameters and weights."""
+        own = (v.name for v in self._graph(part).inputs)
+        return [values.get(n) or self.state.argument(index, n) or f"layers.{index}.{n}" for n in own]
 
     def _beginning(self, prefix: str, *, labels: bool) -> list[Instruction]:
         """What is picked by index: position tables, token vectors, and the output matrix's rows of the labels."""
@@ -181,15 +163,18 @@ class _Builder:
             names = {"x": f"{prefix}h.{index}", "y": f"{prefix}h.{index + 1}"} | self._tables(prefix)
             yield from self._stages(self._pass("layer.forward", saves=saves), index, names, prefix + place)
 
-    def _backward(self) -> Iterable[Instruction]:
+    def _backward(self, phase: str) -> Iterable[Instruction]:
         for index in reversed(range(self.layers)):
             names = {"x": f"h.{index}", "dy": f"dh.{index + 1}", "dx": f"dh.{index}"} | self._tables("")
             if not self._saves(index) and "layer.backward" not in self.traced.stages:
                 yield from self._stages(self._computed_again, index, names, f"{index}.")
-            for adapter in adapters(self.traced.model, self.traced.recipe):
-                names |= {gradient_name(name): f"grad_step.{index}.{name}" for name, _, _ in adapter.matrices}
-            backward = self._pass("layer.backward", saves=self._saves(index), first=index == 0)
+            names |= self.state.gradients(phase, index)
+            first = index == 0 and "embed" not in self.state.ends
+            backward = self._pass("layer.backward", saves=self._saves(index), first=first)
             yield from self._stages(backward, index, names, f"{index}.")
+            yield from self.state.accumulate(phase, index, self.call)
+        yield from self.ends.of_embeddings("dh.0")
+        yield from self.state.accumulate(phase, None, self.call)
 
     def _pass(self, name: str, *, saves: bool, first: bool = False) -> Sequence[str]:
         """Names of the parts. Targets with small parts have one set of them for every policy and layer."""
@@ -243,6 +228,7 @@ class _Builder:
         sums = [f"{n}.{len(self.traced.head.slices)}" for n in names]
         args = [*rows, f"{self._here('weights')}[]", "hx", "label_rows[]", *sums]
         body.append(self.call("head.finish", args, ["losses[]", "d_rows[]"], blocks=self.traced.head.blocks))
+        body += self.ends.of_block(rows, f"{self._here('weights')}[]", sums)
         return [self._repeat(body), self._loss_end()]
 
     def _loss_end(self) -> Call:
@@ -250,13 +236,11 @@ class _Builder:
         args = [self._here(v.name) for v in self.traced.parts["head.end"].graph.inputs]
         return self.call("head.end", args, ["loss_sum", f"dh.{self.layers}"])
 
-    def _update(self) -> list[Instruction]:
+    def _updates(self) -> dict[str, tuple[Instruction, ...]]:
         self._output("grad_norm", TensorType("f32", ()))
-        state = ["lora", "moment1", "moment2"]
-        return [
-            self.call("clip", ["grad", "token_count", "max_norm"], ["grad_norm", "scale"]),
-            self.call("adamw", [*state, "grad", "scale", *_ADAMW], state),
-        ]
+        if self.traced.groups:  # another phase finds it than uses it
+            self._output("scale", TensorType("f32", ()))
+        return self.state.updates(self.call)
 
     def _evaluate(self) -> list[Instruction]:
         names = ("top", "total", "best")
@@ -296,21 +280,22 @@ class _Builder:
 
     def training(self) -> Program:
         """All phases of `train`."""
-        micro_step = [*self._beginning("", labels=True), *self._forward("", keep=True), *self._loss(f"h.{self.layers}")]
-        micro_step += [*self._backward(), self._accumulate()]
-        phases = {"micro_step": tuple(micro_step), "update": tuple(self._update()), "evaluate": tuple(self._evaluate())}
+        forward = [*self._beginning("", labels=True), *self._forward("", keep=True), *self._loss(f"h.{self.layers}")]
+        phases = {phase: (*forward, *self._backward(phase)) for phase in self.state.micro_steps}
+        first = self.state.micro_steps[0]
+        phases[first] = (*self.ends.zeroed(), *phases[first])
+        phases |= {**self._updates(), "evaluate": tuple(self._evaluate())}
         prefixes = ["", "eval."]
         if self.traced.recipe.logits:
             phases["logits"] = tuple(self._logits())
             prefixes.append("logits.")
         return self._program(phases, prefixes)
 
-    def _accumulate(self) -> Call:
-        return self.call("accumulate", ["grad", "grad_step", "accumulate"], ["grad"])
-
     def reference(self) -> Program:
-        """`micro_step` from the parts whose names begin with `reference`."""
+        """The first micro-step of an optimizer step, from the parts whose names begin with `reference`."""
+        phase = self.state.micro_steps[0]
         instructions: list[Instruction] = [
+            *self.ends.zeroed(),
             self.call("reference.tables", ["positions", "segments"], ["cos", "sin", "mask"]),
             self.call("reference.embed", ["tokens", "embed"], ["h.0"]),
         ]
@@ -323,13 +308,12 @@ class _Builder:
         for index in reversed(range(self.layers)):
             part = "reference.layer.backward"
             values = {"x": f"h.{index}", "dy": f"dh.{index + 1}"} | tables
-            names = {"dx": f"dh.{index}"}
-            for adapter in adapters(self.traced.model, self.traced.recipe):
-                names |= {gradient_name(name): f"grad_step.{index}.{name}" for name, _, _ in adapter.matrices}
+            names = {"dx": f"dh.{index}"} | self.state.gradients(phase, index)
             results = [names[output] for output, _ in self._graph(part).outputs]
             instructions.append(self.call(part, self._layer_args(part, index, values), results, layer=index))
-        instructions.append(self.call("reference.accumulate", ["grad", "grad_step", "accumulate"], ["grad"]))
-        return self._program({"micro_step": tuple(instructions)}, [""])
+        instructions += self.ends.of_embeddings("dh.0")
+        instructions += self.state.accumulate(phase, None, self.call)
+        return self._program({phase: tuple(instructions)}, [""])
 
     def _reference_loss(self, last: str) -> list[Instruction]:
         slices = self.traced.head.slices
@@ -350,6 +334,7 @@ class _Builder:
         sums = [lse, f"label_logit.{len(slices)}", f"dx.{len(slices)}"]
         args = [last, "rows[]", "norm", "weights[]", *sums]
         body.append(self.call("reference.finish", args, ["losses[]", "d_rows[]"], blocks=self.traced.head.blocks))
+        body += self.ends.of_reference_block([last, "rows[]", "norm"], lse, sums[2])
         self._output("loss_sum", TensorType("f32", ()))
         end = self.call("reference.end", ["losses", "d_rows", "rows", "weights"], ["loss_sum", f"dh.{self.layers}"])
         return [self._repeat(body), end]

@@ -1,4 +1,4 @@
-"""The stack that results are compared with: transformers and PEFT in float32, on the sequences that npurt trains on.
+"""The stack that results are compared with: transformers, with PEFT or alone, in f32, on the sequences npurt trains on.
 
 Tests and benchmarks share it. It differs from a usual PEFT program in two points only, both so that equal batches can
 be compared: it takes packed sequences (`npurt.data.Pack`) with a mask that keeps documents apart, and its gradients are
@@ -35,13 +35,13 @@ class Lora:
 
 
 class Reference:
-    """A base model with a LoRA adapter. Tensors go by the names under which PEFT and npurt export them.
+    """A model, with a LoRA adapter or trained itself. Tensors go by the names under which PEFT and npurt export them.
 
     Packed sequences need `attention="eager"` or `"sdpa"`; the former spells attention out, as papers do.
     """
 
     def __init__(self, model: Any) -> None:
-        """Take over a `PeftModel` in float32; `create` and `load` make one."""
+        """Take over a model in float32, and train what requires gradients; `create`, `load` and `full` make one."""
         self.model = model
         self._trained = {
             name.replace(".default.", "."): parameter
@@ -73,6 +73,16 @@ class Reference:
 
         with _quiet():
             return cls(PeftModel.from_pretrained(_base(folder, attention), str(adapter), is_trainable=True))
+
+    @classmethod
+    def full(cls, folder: str | Path, *, ends: Sequence[str] = (), attention: str = "eager") -> Self:
+        """The model of a Hugging Face folder, all of its decoder layers trained, and tensors of the names `ends`."""
+        model = _base(folder, attention)
+        # transformers keeps the row of the padding token where it is. In chat models that token often ends every turn.
+        model.get_input_embeddings().padding_idx = None
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".layers." in name or name in ends)
+        return cls(model)
 
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Copies of all trained tensors by exported name, sorted."""
@@ -118,7 +128,7 @@ class Reference:
     ) -> tuple[float, float]:
         """One AdamW step over these packs; mean loss per supervised token and gradient norm, both before the update."""
         if self._optimizer is None:
-            self._optimizer = torch.optim.AdamW(self._trained.values(), lr=lr, weight_decay=weight_decay)
+            self._optimizer = torch.optim.AdamW(self._groups(weight_decay), lr=lr)
         tokens = sum(pack.supervised for pack in packs)
         total = self._backward([[pack] for pack in packs])
         with torch.no_grad():
@@ -130,6 +140,13 @@ class Reference:
             group["lr"] = lr
         self._optimizer.step()
         return total / tokens, norm
+
+    def _groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """LoRA matrices decay, and so do weights, but norms and biases do not, as in transformers' own trainer."""
+        vectors = [parameter for parameter in self._trained.values() if parameter.dim() == 1]
+        matrices = [parameter for parameter in self._trained.values() if parameter.dim() > 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}]
+        return [*groups, {"params": vectors, "weight_decay": 0.0}] if vectors else groups
 
     def _backward(self, batches: Sequence[Sequence[Pack]]) -> float:
         """Leave the gradient of the sum of losses in the parameters; returns the sum."""

@@ -41,7 +41,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it: weights, LoRA parameters with gradients and moments, the larger arena, inputs and outputs."""
+        """All of it: weights, trained parameters with gradients and moments, the larger arena, inputs and outputs."""
         return self.weights + self.state + self.activations + self.io
 
 

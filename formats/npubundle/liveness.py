@@ -66,9 +66,8 @@ def planned(program: Program) -> Program:
     """The program with arena offsets and sizes filled in.
 
     An activation has one offset in the whole program. Phases never run at the same time and activations do not survive
-    a phase, so a phase has its own copy of a name if two phases use it (`micro_step` and `evaluate` do): the offset of
-    the first phase in the program's order that uses it is kept, which is why phases of one program should not share
-    names.
+    a phase, so two phases may use one name if they would put it at the same place (`first_micro_step` and `micro_step`
+    do); others, such as `micro_step` and `evaluate`, must not share names.
     """
     buffers = dict(program.buffers)
     arenas: dict[Space, dict[str, int]] = {space: {} for space in SPACES}
@@ -79,7 +78,7 @@ def planned(program: Program) -> Program:
             if offsets or space == "device":
                 arenas[space][phase] = size
             for name, offset in offsets.items():
-                if name in owner:
+                if name in owner and buffers[name].arena_offset != offset:
                     raise ValueError(f"activation {name} is used by the phases {owner[name]} and {phase}")
                 owner[name] = phase
                 buffers[name] = dataclasses.replace(buffers[name], arena_offset=offset)
@@ -104,9 +103,11 @@ def truncated(program: Program, layers: int) -> Program:
 
     def cut(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         for instruction in instructions:
+            if instruction.layer is not None and instruction.layer >= layers:
+                continue
             if isinstance(instruction, Repeat):
                 yield dataclasses.replace(instruction, body=tuple(_renamed(call, renamed) for call in instruction.body))
-            elif instruction.layer is None or instruction.layer < layers:
+            else:
                 yield dataclasses.replace(step(instruction), after=())
 
     phases = {phase: tuple(cut(instructions)) for phase, instructions in program.phases.items()}

@@ -32,8 +32,8 @@ SPACES: tuple[Space, ...] = ("device", "host")
 MoveQueue = Literal["h2d", "d2h"]
 WAYS: Mapping[MoveQueue, tuple[Space, Space]] = {"h2d": ("host", "device"), "d2h": ("device", "host")}
 
-#: Phases a training program has; `logits` is there only when the recipe asks for it.
-PHASES = ("micro_step", "update", "evaluate", "logits")
+#: Phases a training program may have; `docs/reference/program.md` says which are when there.
+PHASES = ("first_micro_step", "micro_step", "norm", "update", "evaluate", "logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,13 @@ class Call:
 class Repeat:
     """Run `body` as often as the i32 scalar buffer `count` says, at most `limit` times; `x[]` advances each time.
 
-    `count` may lie in either space: whoever steps through the program reads it.
+    `count` may lie in either space: whoever steps through the program reads it. `layer`: as in `Call`.
     """
 
     count: str
     limit: int
     body: tuple[Call, ...]
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ def _buffer_dict(b: Buffer) -> dict[str, Any]:
 def _instruction_dict(instruction: Instruction) -> dict[str, Any]:
     if isinstance(instruction, Repeat):
         body = [_instruction_dict(call) for call in instruction.body]
-        return {"repeat": instruction.count, "limit": instruction.limit, "body": body}
+        repeat = {"repeat": instruction.count, "limit": instruction.limit, "body": body}
+        return repeat if instruction.layer is None else repeat | {"layer": instruction.layer}
     if isinstance(instruction, Move):
         return _move_dict(instruction)
     entry: dict[str, Any] = {
@@ -189,7 +190,7 @@ def _instruction(fields: Fields) -> Instruction:
         return _call(fields)
     count = fields.need("repeat", _NAME)
     limit = fields.need("limit", integer(1))
-    return Repeat(count, limit, fields.need("body", list_of(record(_call))))
+    return Repeat(count, limit, fields.need("body", list_of(record(_call))), fields.take("layer", integer(0), None))
 
 
 def _program(fields: Fields) -> Program:

@@ -10,9 +10,10 @@ from npubundle.fields import Fields, Kind, choice, flag, integer, list_of, nulla
 
 
 class Mode(enum.Enum):
-    """What is trained: low-rank adapters."""
+    """What is trained: low-rank adapters, or the weights themselves."""
 
     LORA = "lora"
+    FULL = "full"
 
 
 class Activations(enum.Enum):
@@ -27,6 +28,10 @@ class Activations(enum.Enum):
     AUTO = "auto"
 
 
+#: Options that only one mode has.
+LORA_OPTIONS = ("rank", "alpha", "targets")
+FULL_FLAGS = ("train_norm", "train_embeddings", "train_head")
+
 #: Linear layers of a decoder block that can carry a LoRA branch, in the order of the block.
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -37,6 +42,9 @@ class Recipe:
 
     `targets` is in the order of `LORA_TARGETS`. `memory_budget` is None for the target's own. `logits` adds a phase
     that returns the logits of chosen rows.
+
+    Mode `full` trains all weights of the decoder layers. It has no rank, alpha (both keep their defaults and mean
+    nothing) and no targets. `train_norm`, `train_embeddings` and `train_head` add what stands outside the layers.
     """
 
     mode: Mode = Mode.LORA
@@ -47,6 +55,14 @@ class Recipe:
     activations: Activations = Activations.AUTO
     memory_budget: int | None = None
     logits: bool = False
+    train_norm: bool = False
+    train_embeddings: bool = False
+    train_head: bool = False
+
+    @property
+    def full(self) -> bool:
+        """Whether the weights themselves are trained."""
+        return self.mode is Mode.FULL
 
     @property
     def scaling(self) -> float:
@@ -54,12 +70,13 @@ class Recipe:
         return self.alpha / self.rank
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in `bundle.json`."""
+        """As it stands in `bundle.json`: with the keys of its mode."""
+        own: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+        if self.full:
+            own = {name: getattr(self, name) for name in FULL_FLAGS}
         return {
             "mode": self.mode.value,
-            "rank": self.rank,
-            "alpha": self.alpha,
-            "targets": list(self.targets),
+            **own,
             "seq_len": self.seq_len,
             "activations": self.activations.value,
             "memory_budget": self.memory_budget,
@@ -68,7 +85,11 @@ class Recipe:
 
 
 def _recipe(fields: Fields) -> Recipe:
-    default = Recipe()
+    mode = fields.take("mode", choice(Mode), Mode.LORA)
+    default = Recipe(mode, targets=() if mode is Mode.FULL else Recipe().targets)
+    for name in LORA_OPTIONS if default.full else FULL_FLAGS:
+        if name in fields:
+            fields.wrong(name, f"has no meaning in mode {mode.value}")
     targets = fields.take("targets", list_of(text(), minimum=1), default.targets)
     for target in targets:
         if target not in LORA_TARGETS:
@@ -76,7 +97,7 @@ def _recipe(fields: Fields) -> Recipe:
     if len(set(targets)) != len(targets):
         fields.wrong("targets", "names a target twice")
     return Recipe(
-        mode=fields.take("mode", choice(Mode), default.mode),
+        mode=mode,
         rank=fields.take("rank", integer(1, 4096), default.rank),
         alpha=fields.take("alpha", number(1e-6, 1e6), default.alpha),
         targets=tuple(t for t in LORA_TARGETS if t in targets),
@@ -84,6 +105,7 @@ def _recipe(fields: Fields) -> Recipe:
         activations=fields.take("activations", choice(Activations), default.activations),
         memory_budget=fields.take("memory_budget", nullable(integer(1)), None),
         logits=fields.take("logits", flag(), default.logits),
+        **{name: fields.take(name, flag(), getattr(default, name)) for name in FULL_FLAGS},
     )
 
 

@@ -12,6 +12,7 @@ from npubundle import program_json
 from npubundle.config import BundleConfig
 from npubundle.container import Container, open_container
 from npubundle.estimate import estimate
+from npubundle.recipe import FULL_FLAGS
 from npubundle.statement import NUMERICS
 from npubundle.trust import TrustPolicy
 from npucc.cli import options as o
@@ -79,8 +80,8 @@ def as_text(document: dict[str, Any]) -> str:
             f"vocabulary {model['vocab_size']}"
         ),
         (
-            f"recipe     {recipe['mode']}, rank {recipe['rank']}, alpha {recipe['alpha']:g}, "
-            f"targets {','.join(recipe['targets'])}, {recipe['seq_len']} tokens, activations {recipe['activations']}"
+            f"recipe     {recipe['mode']}, {_trained(recipe)}, {recipe['seq_len']} tokens, "
+            f"activations {recipe['activations']}"
         ),
         f"memory     {o.show_size(document['memory']['peak'])}",
         *o.estimate_lines(document["estimate"]),
@@ -94,3 +95,10 @@ def as_text(document: dict[str, Any]) -> str:
         bound = f"{part['numerics']['bound']:.0e}"
         lines.append(f"{part['name']:<{width}}  {part['size']:>8}  {part['key'][7:19]}  {error} ({bound})")
     return "\n".join(lines)
+
+
+def _trained(recipe: dict[str, Any]) -> str:
+    if "rank" in recipe:
+        return f"rank {recipe['rank']}, alpha {recipe['alpha']:g}, targets {','.join(recipe['targets'])}"
+    more = [name.removeprefix("train_") for name in FULL_FLAGS if recipe[name]]
+    return " and ".join(["decoder layers", *more])

@@ -17,7 +17,7 @@ from npubundle.blob import read_small
 from npubundle.errors import FileError
 from npubundle.fields import NO_NUL, Fields, anything, list_of, read, record, text
 from npubundle.oci import name_field
-from npubundle.recipe import RECIPE, Activations, Mode, Recipe
+from npubundle.recipe import FULL_FLAGS, RECIPE, Activations, Mode, Recipe
 from npubundle.trust import TrustPolicy
 from npucc.errors import UsageError
 
@@ -39,7 +39,16 @@ RecipeOption = Annotated[
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="NAME", help="What to compile for.  [default: cpu]")
 ]
-ModeOption = Annotated[Mode | None, typer.Option("--mode", help="What is trained.  [default: lora]")]
+ModeOption = Annotated[
+    Mode | None,
+    typer.Option("--mode", help="What is trained: adapters, or the weights of all decoder layers.  [default: lora]"),
+]
+TrainNormOption = Annotated[bool, typer.Option("--train-norm", help="full: train the final norm as well.")]
+TrainEmbeddingsOption = Annotated[bool, typer.Option("--train-embeddings", help="full: train the embeddings as well.")]
+TrainHeadOption = Annotated[
+    bool,
+    typer.Option("--train-head", help="full: train the output matrix as well; where it is tied, the embeddings."),
+]
 RankOption = Annotated[int | None, typer.Option("--rank", metavar="N", min=1, help="LoRA rank.  [default: 16]")]
 AlphaOption = Annotated[
     float | None,
@@ -194,8 +203,7 @@ def build_options(file: Path | None, flags: dict[str, Any], ignore_keys: list[st
         table["memory_budget"] = flags["memory_budget"]
     if isinstance(table.get("memory_budget"), str):
         table["memory_budget"] = parse_size(table["memory_budget"])
-    if flags["logits"]:
-        table["logits"] = True
+    table |= {key: True for key in ("logits", *FULL_FLAGS) if flags[key]}
     recipe = read(table, RECIPE, what="the recipe", error=UsageError, where=str(file) if file else None)
     model = flags["model"] or given.model
     if model is None:

@@ -65,6 +65,9 @@ def _read(
     rank: o.RankOption = None,
     alpha: o.AlphaOption = None,
     targets: o.TargetsOption = None,
+    train_norm: o.TrainNormOption = False,
+    train_embeddings: o.TrainEmbeddingsOption = False,
+    train_head: o.TrainHeadOption = False,
     seq_len: o.SeqLenOption = None,
     activations: o.ActivationsOption = None,
     memory_budget: o.BudgetOption = None,
@@ -85,7 +88,8 @@ def _read(
 ) -> Request:
     flags = {
         "model": model, "target": target, "mode": mode, "rank": rank, "alpha": alpha, "targets": targets,
-        "seq_len": seq_len, "activations": activations, "memory_budget": memory_budget, "logits": logits, "name": name,
+        "train_norm": train_norm, "train_embeddings": train_embeddings, "train_head": train_head, "seq_len": seq_len,
+        "activations": activations, "memory_budget": memory_budget, "logits": logits, "name": name,
     }  # fmt: skip
     what = o.build_options(recipe, flags, ignore_config_key)
     from npucc.targets import TargetOptions

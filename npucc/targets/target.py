@@ -28,6 +28,7 @@ class CutPolicy:
     swap -- rotary embedding by a product with a matrix.
     products_per_part -- parts of a layer multiply with at most so many weights; None for whole layers.
     tuned_products -- that number for a layer's joint graph, where a tuning table knows it.
+    update_block -- weights that an optimizer part updates at a time in full fine-tuning.
     own_memory -- the target has memory of its own: what picks rows of tables runs on the host, and its results move.
     """
 
@@ -39,6 +40,7 @@ class CutPolicy:
     swap: bool = False
     products_per_part: int | None = None
     own_memory: bool = False
+    update_block: int = 1 << 19
     tuned_products: Callable[[Graph], int | None] | None = None
 
 

@@ -32,6 +32,28 @@ def embed(config: ModelConfig, seq_len: int, cut: CutPolicy) -> Graph:
     return simplify(capture("embed", function, inputs, ["x"]))
 
 
+def embed_gradient(config: ModelConfig, seq_len: int, width: int) -> Graph:
+    """`tokens i32[S]`, `start i32[]`, `dx f32[S,H]`, `grad f32[width,H]` -> `new_grad`: of the table's rows from start.
+
+    A product with a matrix of zeros and ones adds the gradients of equal tokens in a fixed order, which a scatter does
+    not.
+    """
+
+    def function(
+        tokens: torch.Tensor, start: torch.Tensor, dx: torch.Tensor, grad: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        hit = torch.arange(width, dtype=torch.int32)[:, None] == (tokens - start)[None, :]  # (width, S)
+        return [grad + hit.to(torch.float32) @ dx]
+
+    inputs = {
+        "tokens": TensorType("i32", (seq_len,)),
+        "start": TensorType("i32", ()),
+        "dx": TensorType("f32", (seq_len, config.hidden_size)),
+        "grad": TensorType("f32", (width, config.hidden_size)),
+    }
+    return simplify(capture(f"embed.gradient.{width}", function, inputs, ["new_grad"]))
+
+
 def tables(config: ModelConfig, seq_len: int, cut: CutPolicy) -> Graph:
     """`positions i32[S]`, `segments i32[S]` -> `cos f32[S,D]`, `sin f32[S,D]`, `mask f32[S,S]`, and `swap [D,D]`.
 

@@ -6,8 +6,8 @@ m grows, s and a are scaled down, as in online softmax (Milakov and Gimelshein 2
 log-sum-exp, and a / s − W[label] is the gradient of the loss: each slice is read once, and its logits are computed
 once. The row W[label] is picked beforehand; its product with x is the label's logit.
 
-The reference uses two passes instead (log-sum-exp first, then automatic differentiation), so that the two cannot share
-a fault.
+`npucc.training.head_reference` goes another way to the same end, and `npucc.training.head_gradients` has what comes on
+top where norm or output matrix are trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from npucc.models.layers import rms_norm
 from npucc.models.products import linear, product, rounded
 from npucc.passes import simplify
 from npucc.targets import CutPolicy
-from npucc.training.differentiate import vjp, vjp_with_extra
+from npucc.training.differentiate import vjp
 
 #: Lower than every logit, and bounded.
 LOWEST = -1e30
@@ -59,11 +59,13 @@ def head_shape(config: ModelConfig, seq_len: int, *, rows: int | None, slice_wid
     return HeadShape(seq_len, rows, tuple((start, min(start + width, V)) for start in range(0, V, width)))
 
 
-def _row(shape: HeadShape, dtype: str = "f32") -> TensorType:
+def row(shape: HeadShape, dtype: str = "f32") -> TensorType:
+    """A number for each row of a block."""
     return TensorType(dtype, (shape.rows,))
 
 
-def _block(config: ModelConfig, shape: HeadShape) -> TensorType:
+def block(config: ModelConfig, shape: HeadShape) -> TensorType:
+    """A vector for each row of a block."""
     return TensorType("f32", (shape.rows, config.hidden_size))
 
 
@@ -102,16 +104,16 @@ def begin(config: ModelConfig, shape: HeadShape, cut: CutPolicy) -> Graph:
         x = rms_norm(h.index_select(0, rows), norm, config.rms_norm_eps)
         return x, torch.full((n,), LOWEST), torch.zeros(n), torch.zeros(n, H)
 
-    inputs = _normed(config, shape, cut)
+    inputs = normed(config, shape, cut)
     return simplify(capture("head.begin", function, inputs, ["x", "top", "total", "mixed"]))
 
 
-def _normed(config: ModelConfig, shape: HeadShape, cut: CutPolicy) -> dict[str, TensorType]:
+def normed(config: ModelConfig, shape: HeadShape, cut: CutPolicy) -> dict[str, TensorType]:
     """What the rows of a block are made of."""
     H = config.hidden_size
     return {
         "h": TensorType("f32", (shape.seq_len, H)),
-        "rows": _row(shape, "i32"),
+        "rows": row(shape, "i32"),
         "norm": TensorType(cut.products, (H,)),
     }
 
@@ -130,19 +132,13 @@ def slice_step(config: ModelConfig, shape: HeadShape, cut: CutPolicy, width: int
         return new_top, total * shrink + powers.sum(1), mixed * shrink[:, None] + added
 
     inputs = {
-        "x": _block(config, shape),
+        "x": block(config, shape),
         "weight": TensorType(cut.products, (width, config.hidden_size)),
-        "top": _row(shape),
-        "total": _row(shape),
-        "mixed": _block(config, shape),
+        "top": row(shape),
+        "total": row(shape),
+        "mixed": block(config, shape),
     }
     return simplify(capture(f"head.slice.{width}", function, inputs, ["new_top", "new_total", "new_mixed"]))
-
-
-def _inside(labels: torch.Tensor, start: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which labels fall into the slice, and an index into it that is valid for every row."""
-    local = labels - start
-    return (local >= 0) & (local < width), torch.clamp(local, 0, width - 1)
 
 
 def finish(config: ModelConfig, shape: HeadShape, cut: CutPolicy) -> Graph:
@@ -163,13 +159,13 @@ def finish(config: ModelConfig, shape: HeadShape, cut: CutPolicy) -> Graph:
         return losses, pull_back(dx)[0]
 
     inputs = {
-        **_normed(config, shape, cut),
-        "weights": _row(shape),
-        "x": _block(config, shape),
+        **normed(config, shape, cut),
+        "weights": row(shape),
+        "x": block(config, shape),
         "label_rows": TensorType(cut.products, (shape.rows, H)),
-        "top": _row(shape),
-        "total": _row(shape),
-        "mixed": _block(config, shape),
+        "top": row(shape),
+        "total": row(shape),
+        "mixed": block(config, shape),
     }
     return simplify(capture("head.finish", function, inputs, ["losses", "d_rows"]))
 
@@ -218,7 +214,7 @@ def score_begin(config: ModelConfig, shape: HeadShape, cut: CutPolicy) -> Graph:
         x = rms_norm(h.index_select(0, rows), norm, config.rms_norm_eps)
         return x, torch.full((n,), LOWEST), torch.zeros(n), torch.zeros(n, dtype=torch.int32)
 
-    inputs = _normed(config, shape, cut)
+    inputs = normed(config, shape, cut)
     return simplify(capture("score.begin", function, inputs, ["x", "top", "total", "best"]))
 
 
@@ -239,12 +235,12 @@ def score_slice(config: ModelConfig, shape: HeadShape, cut: CutPolicy, width: in
         )
 
     inputs = {
-        "x": _block(config, shape),
+        "x": block(config, shape),
         "weight": TensorType(cut.products, (width, config.hidden_size)),
         "start": TensorType("i32", ()),
-        "top": _row(shape),
-        "total": _row(shape),
-        "best": _row(shape, "i32"),
+        "top": row(shape),
+        "total": row(shape),
+        "best": row(shape, "i32"),
     }
     return simplify(capture(f"score.slice.{width}", function, inputs, ["new_top", "new_total", "new_best"]))
 
@@ -258,99 +254,20 @@ def score_finish(config: ModelConfig, shape: HeadShape, cut: CutPolicy) -> Graph
         return (x * label_rows.to(x.dtype)).sum(1) - top - torch.log(total), best + 0
 
     inputs = {
-        "x": _block(config, shape),
+        "x": block(config, shape),
         "label_rows": TensorType(cut.products, (shape.rows, config.hidden_size)),
-        "top": _row(shape),
-        "total": _row(shape),
-        "best": _row(shape, "i32"),
+        "top": row(shape),
+        "total": row(shape),
+        "best": row(shape, "i32"),
     }
     return simplify(capture("score.finish", function, inputs, ["logprobs", "predictions"]))
 
 
-def reference_begin(config: ModelConfig, shape: HeadShape) -> Graph:
-    """As `begin`, for the reference: what its two passes start from."""
-    n, H = shape.rows, config.hidden_size
-
-    def function(h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor) -> Sequence[torch.Tensor]:
-        x = rms_norm(h.index_select(0, rows), norm, config.rms_norm_eps)
-        return x, torch.full((n,), LOWEST), torch.zeros(n), torch.zeros(n, H)
-
-    inputs = {"h": TensorType("f32", (shape.seq_len, H)), "rows": _row(shape, "i32"), "norm": TensorType("f32", (H,))}
-    return simplify(capture("reference.begin", function, inputs, ["x", "lse", "label_logit", "dx"]))
-
-
 def logits_slice(config: ModelConfig, shape: HeadShape, cut: CutPolicy, width: int) -> Graph:
     """`x (n, H)`, `weight (width, H)` -> `logits (width, n)`: transposed, so that slices join end to end in memory."""
-    inputs = {"x": _block(config, shape), "weight": TensorType(cut.products, (width, config.hidden_size))}
+    inputs = {"x": block(config, shape), "weight": TensorType(cut.products, (width, config.hidden_size))}
 
     def function(x: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
         return [product(rounded(weight, weight.dtype), rounded(x, weight.dtype).t())]
 
     return simplify(capture(f"logits.slice.{width}", function, inputs, ["logits"]))
-
-
-def reference_lse(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
-    """First pass of the reference: log-sum-exp over one more slice."""
-
-    def function(x: torch.Tensor, weight: torch.Tensor, lse: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [torch.logsumexp(torch.cat([lse[:, None], x @ weight.t()], 1), 1)]
-
-    inputs = {"x": _block(config, shape), "weight": TensorType("f32", (width, config.hidden_size)), "lse": _row(shape)}
-    return simplify(capture(f"reference.lse.{width}", function, inputs, ["new_lse"]))
-
-
-def reference_slice(config: ModelConfig, shape: HeadShape, width: int) -> Graph:
-    """Second pass: this slice's share of the loss and, by automatic differentiation, of the gradient of the block.
-
-    With the log-sum-exp L known, Σ exp(z − L) has the gradient of L itself, since L's own dependence on z is what is
-    summed.
-    """
-
-    def function(
-        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, start: torch.Tensor, lse: torch.Tensor,
-        label_logit: torch.Tensor, dx: torch.Tensor,
-    ) -> Sequence[torch.Tensor]:  # fmt: skip
-        inside, index = _inside(labels, start, width)
-        hit = (torch.arange(width)[None, :] == index[:, None]) & inside[:, None]
-
-        def share(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = rows @ weight.t()
-            picked = torch.where(hit, logits, torch.zeros(())).sum(1)
-            return torch.exp(logits - lse[:, None]).sum(1) - picked, picked
-
-        _, pull_back, picked = vjp_with_extra(share, x)
-        return label_logit + picked, dx + pull_back(torch.ones(shape.rows))[0]
-
-    inputs = {
-        "x": _block(config, shape),
-        "weight": TensorType("f32", (width, config.hidden_size)),
-        "labels": _row(shape, "i32"),
-        "start": TensorType("i32", ()),
-        "lse": _row(shape),
-        "label_logit": _row(shape),
-        "dx": _block(config, shape),
-    }
-    return simplify(capture(f"reference.slice.{width}", function, inputs, ["new_label_logit", "new_dx"]))
-
-
-def reference_finish(config: ModelConfig, shape: HeadShape) -> Graph:
-    """Weighted losses of a block, and the gradient of its rows before the norm, in the reference."""
-    H = config.hidden_size
-
-    def function(
-        h: torch.Tensor, rows: torch.Tensor, norm: torch.Tensor, weights: torch.Tensor,
-        lse: torch.Tensor, label_logit: torch.Tensor, dx: torch.Tensor,
-    ) -> Sequence[torch.Tensor]:  # fmt: skip
-        _, pull_back = vjp(lambda g: rms_norm(g, norm, config.rms_norm_eps), h.index_select(0, rows))
-        return (lse - label_logit) * weights, pull_back(dx * weights[:, None])[0]
-
-    inputs = {
-        "h": TensorType("f32", (shape.seq_len, H)),
-        "rows": _row(shape, "i32"),
-        "norm": TensorType("f32", (H,)),
-        "weights": _row(shape),
-        "lse": _row(shape),
-        "label_logit": _row(shape),
-        "dx": _block(config, shape),
-    }
-    return simplify(capture("reference.finish", function, inputs, ["losses", "d_rows"]))

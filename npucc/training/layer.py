@@ -1,4 +1,4 @@
-"""A decoder layer with its LoRA branches: forward and backward in one joint graph, from which all others are cut."""
+"""A decoder layer: forward and backward in one joint graph, from which all others are cut."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Adapter:
 
 
 def adapters(model: Model, recipe: Recipe) -> tuple[Adapter, ...]:
-    """The LoRA branches of one layer, in the order of the block."""
+    """The LoRA branches of one layer, in the order of the block; none where the weights themselves are trained."""
     modules = {t.name: t for t in model.architecture.layer_tensors(model.config) if t.module}
     found = []
     for target in recipe.targets:
@@ -53,20 +53,22 @@ def adapters(model: Model, recipe: Recipe) -> tuple[Adapter, ...]:
     return tuple(found)
 
 
-def gradient_name(matrix: str) -> str:
-    """Name of the joint graph's output that is the gradient of a LoRA matrix."""
-    return f"d_{matrix}"
+def gradient_name(tensor: str) -> str:
+    """Name of the joint graph's output that is the gradient of a LoRA matrix or a weight."""
+    return f"d_{tensor}"
 
 
 def joint(model: Model, recipe: Recipe, cut: CutPolicy) -> Graph:
-    """`x`, weights, LoRA matrices, `cos`, `sin`, `mask`, `dy` -> `y`, `dx`, and the gradient of every LoRA matrix.
+    """`x`, weights, LoRA matrices, `cos`, `sin`, `mask`, `dy` -> `y`, `dx`, and the gradient of all that is trained.
 
-    Differentiates with respect to x and the LoRA matrices alone: frozen weights cause no gradient work. Frozen weights
-    have the dtype in which the target multiplies; x, LoRA matrices and their gradients are f32 everywhere.
+    Differentiates with respect to x and either the LoRA matrices or the weights: what is frozen causes no gradient
+    work. Weights and their gradients have the dtype in which the target multiplies; x, LoRA matrices and their
+    gradients are f32 everywhere.
     """
     config, architecture = model.config, model.architecture
     tensors = architecture.layer_tensors(config)
     matrices = [(name, kind) for adapter in adapters(model, recipe) for name, _, kind in adapter.matrices]
+    names = [t.name for t in tensors] if recipe.full else [name for name, _ in matrices]
     S, H, D = recipe.seq_len, config.hidden_size, config.head_dim
     inputs = {
         "x": TensorType("f32", (S, H)),
@@ -81,7 +83,7 @@ def joint(model: Model, recipe: Recipe, cut: CutPolicy) -> Graph:
 
     def function(*values: torch.Tensor) -> Sequence[torch.Tensor]:
         named = dict(zip(inputs, values, strict=True))
-        trained = ["x", *(name for name, _ in matrices)]
+        trained = ["x", *names]
 
         def forward(*chosen: torch.Tensor) -> torch.Tensor:
             values = named | dict(zip(trained, chosen, strict=True))
@@ -90,7 +92,7 @@ def joint(model: Model, recipe: Recipe, cut: CutPolicy) -> Graph:
         y, pull_back = vjp(forward, *(named[name] for name in trained))
         return [y, *pull_back(named["dy"])]
 
-    outputs = ["y", "dx", *(gradient_name(name) for name, _ in matrices)]
+    outputs = ["y", "dx", *map(gradient_name, names)]
     return capture("layer", function, inputs, outputs)
 
 

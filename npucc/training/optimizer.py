@@ -1,4 +1,4 @@
-"""Gradient accumulation, clipping and AdamW, over one flat vector of P trained elements."""
+"""Gradient accumulation, clipping and AdamW: over one flat vector of all LoRA matrices, or over blocks of weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,51 @@ def clip(size: int) -> Graph:
     """
 
     def function(grad: torch.Tensor, token_count: torch.Tensor, max_norm: torch.Tensor) -> Sequence[torch.Tensor]:
-        norm = torch.sqrt(_sum(grad * grad)) / token_count
-        return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0) / token_count
+        return _limited(torch.sqrt(_sum(grad * grad)), token_count, max_norm)
 
     inputs = {"grad": TensorType("f32", (size,)), "token_count": _SCALAR, "max_norm": _SCALAR}
     return simplify(capture("clip", function, inputs, ["grad_norm", "scale"]))
+
+
+def add(size: int) -> Graph:
+    """`grad`, `step` -> `new_grad`, their sum: for programs whose first micro-step writes gradients where they stay."""
+
+    def function(grad: torch.Tensor, step: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [grad + step]
+
+    flat = TensorType("f32", (size,))
+    return simplify(capture(f"add.{size}", function, {"grad": flat, "step": flat}, ["new_grad"]))
+
+
+def zeros(name: str, shape: tuple[int, ...]) -> Graph:
+    """`grad` of zeros: where gradients are added up in place, the first micro-step begins with it."""
+    return simplify(capture(name, lambda: [torch.zeros(shape)], {}, ["grad"]))
+
+
+def squares(size: int) -> Graph:
+    """`grad` -> `square`: the sum of a block's squares."""
+
+    def function(grad: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [_sum(grad * grad)]
+
+    return simplify(capture(f"squares.{size}", function, {"grad": TensorType("f32", (size,))}, ["square"]))
+
+
+def norm(blocks: Sequence[int]) -> Graph:
+    """As `clip`, from the squares of blocks: one vector for each group, of so many blocks."""
+
+    def function(*values: torch.Tensor) -> Sequence[torch.Tensor]:
+        *sums, token_count, max_norm = values
+        return _limited(torch.sqrt(torch.cat(sums).sum()), token_count, max_norm)
+
+    inputs = {f"squares{number}": TensorType("f32", (count,)) for number, count in enumerate(blocks)}
+    inputs |= {"token_count": _SCALAR, "max_norm": _SCALAR}
+    return simplify(capture("norm", function, inputs, ["grad_norm", "scale"]))
+
+
+def _limited(norm: torch.Tensor, token_count: torch.Tensor, max_norm: torch.Tensor) -> Sequence[torch.Tensor]:
+    mean = norm / token_count
+    return mean, torch.clamp(max_norm / (mean + 1e-6), max=1.0) / token_count
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
@@ -52,7 +92,7 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, width).sum(1).sum()
 
 
-def adamw(size: int) -> Graph:
+def adamw(size: int, name: str = "adamw") -> Graph:
     """One AdamW update (Loshchilov and Hutter 2019), with PyTorch's order of operations and placement of epsilon."""
 
     def function(  # noqa: PLR0913 -- the signature of the part
@@ -71,4 +111,4 @@ def adamw(size: int) -> Graph:
     inputs = dict.fromkeys(["param", "moment1", "moment2", "grad"], flat) | dict.fromkeys(
         ["scale", "learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "correction1", "correction2"], _SCALAR
     )
-    return simplify(capture("adamw", function, inputs, ["new_param", "new_moment1", "new_moment2"]))
+    return simplify(capture(name, function, inputs, ["new_param", "new_moment1", "new_moment2"]))

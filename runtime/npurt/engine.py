@@ -46,7 +46,7 @@ class Engine(Protocol):
         """Execute a phase to its end."""
 
     def init_parameters(self, seed: int) -> None:
-        """Fill the trained parameters with their initial values, a function of the seed, and the moments with zeros."""
+        """Fill trained parameters (weights from the checkpoint, others by the seed), and moments with zeros."""
 
     def close(self) -> None:
         """Release memory and device. Nothing else may be called afterwards."""
@@ -58,6 +58,11 @@ def parameter_views(program: Program) -> dict[str, str]:
         buffer.tensor: name for name, buffer in program.buffers.items() if buffer.role == "param" and buffer.tensor
     }
     return dict(sorted(named.items()))
+
+
+def first_micro_step(program: Program) -> str:
+    """The phase of the first micro-step of an optimizer step."""
+    return "first_micro_step" if "first_micro_step" in program.phases else "micro_step"
 
 
 def state_buffers(program: Program) -> tuple[str, ...]:

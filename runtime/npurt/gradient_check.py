@@ -1,8 +1,9 @@
 """Does a bundle compute the right gradients on this device? What `npurt check` asks.
 
-The bundle's program and its unfused reference program run the same sequence with the same random LoRA matrices (both
-factors non-zero, so that both get a gradient), and each trained tensor's gradients are compared by direction and
-length. The sequence is random, or one of the user's: what tokens that no text has make of rounding says little.
+The bundle's program and its unfused reference program run the same sequence with the same weights or random LoRA
+matrices (both factors non-zero, so that both get a gradient), and each trained tensor's gradients are compared by
+direction and length. The sequence is random, or one of the user's: what tokens that no text has make of rounding says
+little.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from npurt.batches import Layout, program_inputs
 from npurt.bundle import Bundle
 from npurt.data import IGNORED, Pack
 from npurt.devices import OWN
+from npurt.engine import first_micro_step
 from npurt.errors import RuntimeFault
 from npurt.machine import Progress
 from npurt.parameters import uniform
@@ -106,7 +108,7 @@ def check_gradients(
             weights,
             device=device,
             prepack="off",
-            phases=["micro_step"],
+            phases=[first_micro_step(bundle.program(name))],
             layers=layers,
             program=name,
             progress=progress,
@@ -160,17 +162,16 @@ def _gradients(session: Session, inputs: Mapping[str, Array], seed: int) -> tupl
     program = session.program
     for name, value in inputs.items():
         session.write(name, value)
-    trained = {b.name: b for b in program.with_role("param") if b.tensor}
-    for name, buffer in trained.items():
-        value = uniform(buffer.tensor or name, buffer.type.shape, _LORA_SIZE, seed)
-        session.write(name, value.astype(dtype_of(buffer.type)))
-    session.run("micro_step")
-    written = program.written("micro_step")
-    gradients = {}
-    for name, buffer in trained.items():
-        view = "grad_step." + name.removeprefix("lora.")
-        if view in written and buffer.tensor:
-            gradients[buffer.tensor] = session.read(view).astype(np.float64)
+    session.init_parameters(seed)
+    for buffer in program.with_role("param"):
+        if buffer.tensor and not buffer.source:
+            value = uniform(buffer.tensor, buffer.type.shape, _LORA_SIZE, seed)
+            session.write(buffer.name, value.astype(dtype_of(buffer.type)))
+    phase = first_micro_step(program)
+    session.run(phase)
+    written = program.written(phase)
+    found = {b.tensor: b.name for b in program.with_role("grad") if b.tensor and b.name in written}
+    gradients = {tensor: session.read(name).astype(np.float64) for tensor, name in found.items()}
     return float(session.read("loss_sum")), gradients
 
 

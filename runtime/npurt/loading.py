@@ -83,8 +83,42 @@ def memory_needed(program: Program, phases: Sequence[str], space: Space = "devic
     return lasting + max((program.arenas(space).get(phase, 0) for phase in phases), default=0)
 
 
+def fill(weights: Checkpoint, devices: Devices, buffers: Sequence[tuple[Buffer, Region]]) -> Iterator[Job]:
+    """Jobs that fill buffers from the checkpoint, one per tensor, however many buffers come from it."""
+    by_tensor: dict[str, list[tuple[Buffer, Region]]] = {}
+    for buffer, region in buffers:
+        by_tensor.setdefault(_source(buffer).tensor, []).append((buffer, region))
+    for wanted in by_tensor.values():
+        yield functools.partial(_fill, weights, devices, wanted)
+
+
+def _fill(weights: Checkpoint, devices: Devices, wanted: Sequence[tuple[Buffer, Region]]) -> None:
+    owners = [devices.of(buffer.space) for buffer, _ in wanted]
+    known = [device.host(region) for device, (_, region) in zip(owners, wanted, strict=True)]
+    arrays = [empty(region.kind) if array is None else array for array, (_, region) in zip(known, wanted, strict=True)]
+    weights.fill_all([(_source(buffer), array) for (buffer, _), array in zip(wanted, arrays, strict=True)])
+    for device, (_, region), array, mine in zip(owners, wanted, arrays, known, strict=True):
+        if mine is None:
+            device.upload(array, region)
+
+
+def run_jobs(jobs: Sequence[Job], progress: Callable[[int, int], None] | None = None) -> None:
+    """Run all jobs. The first failure is raised; jobs that have not started by then never do."""
+    if progress is not None:
+        progress(0, len(jobs))
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="load") as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if progress is not None:
+                    progress(done, len(jobs))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 class Loader:
-    """Makes jobs and runs them."""
+    """Makes jobs that make parts runnable."""
 
     def __init__(
         self,
@@ -100,14 +134,6 @@ class Loader:
         self._payload = payload
         self._devices = devices
 
-    def fill(self, buffers: Sequence[tuple[Buffer, Region]]) -> Iterator[Job]:
-        """Jobs that fill weight buffers, one per tensor of the checkpoint, however many buffers come from it."""
-        by_tensor: dict[str, list[tuple[Buffer, Region]]] = {}
-        for buffer, region in buffers:
-            by_tensor.setdefault(_source(buffer).tensor, []).append((buffer, region))
-        for wanted in by_tensor.values():
-            yield functools.partial(self._fill, wanted)
-
     def load(
         self, instances: Mapping[Instance, int | None], into: MutableMapping[Instance, Executable]
     ) -> Iterator[Job]:
@@ -119,31 +145,6 @@ class Loader:
         payloads = {(part, space): self._payload(part, self._devices.of(space).form) for part, space in places}
         for group in groups.values():
             yield functools.partial(self._load, group, payloads, into)
-
-    def run(self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None) -> None:
-        """Run all jobs. The first failure is raised; jobs that have not started by then never do."""
-        if progress is not None:
-            progress(0, len(jobs))
-        with ThreadPoolExecutor(WORKERS, thread_name_prefix="load") as pool:
-            futures = [pool.submit(job) for job in jobs]
-            try:
-                for done, future in enumerate(as_completed(futures), 1):
-                    future.result()
-                    if progress is not None:
-                        progress(done, len(jobs))
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-    def _fill(self, wanted: Sequence[tuple[Buffer, Region]]) -> None:
-        devices = [self._devices.of(buffer.space) for buffer, _ in wanted]
-        known = [device.host(region) for device, (_, region) in zip(devices, wanted, strict=True)]
-        arrays = [
-            empty(region.kind) if array is None else array for array, (_, region) in zip(known, wanted, strict=True)
-        ]
-        self._weights.fill_all([(_source(buffer), array) for (buffer, _), array in zip(wanted, arrays, strict=True)])
-        for device, (_, region), array, mine in zip(devices, wanted, arrays, known, strict=True):
-            if mine is None:
-                device.upload(array, region)
 
     def _load(
         self,

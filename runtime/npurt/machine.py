@@ -17,7 +17,7 @@ from npubundle.tensor import ITEM_SIZE, TensorType
 from npurt.arrays import ALIGNMENT, Array, dtype_of
 from npurt.devices.device import Block, Bound, Device, Executable, Form, Region
 from npurt.errors import DataError
-from npurt.loading import Instance, Job, Loader, instance_of, weights_in_memory
+from npurt.loading import Instance, Job, Loader, fill, instance_of, run_jobs, weights_in_memory
 from npurt.spaces import Devices
 from npurt.weights import Checkpoint
 
@@ -81,12 +81,16 @@ class Machine:
         loader = Loader(self.program, self._parts, weights, payload, self._devices)
         wanted = {i: call.layer for call, i in instances.items() if i not in self._executables}
         jobs: list[Job] = [
-            *loader.fill([(buffer, self.region(buffer.name)) for buffer in missing]),
+            *self._filling(missing, weights),
             *loader.load(wanted, self._executables),
         ]
-        loader.run(jobs, progress)
+        run_jobs(jobs, progress)
         for phase in new:
             self._phases[phase] = list(self._steps(phase))
+
+    def fill(self, buffers: Sequence[Buffer], weights: Checkpoint) -> None:
+        """Fill buffers that have a source from the checkpoint."""
+        run_jobs(list(self._filling(buffers, weights)))
 
     def run(self, phase: str) -> None:
         """Execute a prepared phase to its end. Raises `DeviceError` if a part fails."""
@@ -135,6 +139,9 @@ class Machine:
         self._places.clear()
         for device in self._devices.all():
             device.close()
+
+    def _filling(self, buffers: Sequence[Buffer], weights: Checkpoint) -> Iterator[Job]:
+        return fill(weights, self._devices, [(buffer, self.region(buffer.name)) for buffer in buffers])
 
     def _owner(self, name: str) -> Device:
         return self._devices.of(self.program.buffers[name].space)

@@ -15,7 +15,7 @@ import numpy as np
 from npurt.batches import Layout, program_inputs
 from npurt.config import TrainConfig
 from npurt.data import Pack
-from npurt.engine import Engine
+from npurt.engine import Engine, first_micro_step
 from npurt.errors import DataError, DivergedError
 from npurt.reports import StepReport
 from npurt.stop import Stop
@@ -45,16 +45,14 @@ def optimizer_step(
         for name, value in program_inputs(pack, layout).items():
             engine.write(name, value)
         _write_scalar(engine, "accumulate", 0.0 if index == 0 else 1.0)
-        engine.run("micro_step")
+        engine.run("micro_step" if index else first_micro_step(engine.program))
         loss += _finite_scalar(engine, "loss_sum", "loss", step, f"micro-step {index + 1}")
         supervised += pack.supervised
         tokens += int(np.count_nonzero(pack.segments))
     stop.check()
     if not supervised:
         raise DataError(f"step {step} has no supervised token: its loss would be 0/0")
-    _require_finite_gradient(engine, step)
-    _update(engine, config, step=step, rate=rate, token_count=supervised)
-    norm = _finite_scalar(engine, "grad_norm", "gradient norm", step, "the update")
+    norm = _update(engine, config, step=step, rate=rate, token_count=supervised)
     seconds = time.perf_counter() - started
     return StepReport(
         step=step,
@@ -68,7 +66,8 @@ def optimizer_step(
     )
 
 
-def _update(engine: Engine, config: TrainConfig, *, step: int, rate: float, token_count: int) -> None:
+def _update(engine: Engine, config: TrainConfig, *, step: int, rate: float, token_count: int) -> float:
+    """The norm of the gradient, once parameters and moments are updated."""
     scalars = {
         "token_count": token_count,
         "max_norm": config.max_norm or _NO_CLIPPING,
@@ -82,7 +81,14 @@ def _update(engine: Engine, config: TrainConfig, *, step: int, rate: float, toke
     }
     for name, value in scalars.items():
         _write_scalar(engine, name, value)
+    if "norm" in engine.program.phases:
+        engine.run("norm")
+        norm = _finite_scalar(engine, "grad_norm", "gradient norm", step, "the gradient, before the update")
+        engine.run("update")
+        return norm
+    _require_finite_gradient(engine, step)
     engine.run("update")
+    return _finite_scalar(engine, "grad_norm", "gradient norm", step, "the update")
 
 
 def _write_scalar(engine: Engine, name: str, value: float) -> None:

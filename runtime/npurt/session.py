@@ -33,7 +33,7 @@ PAYS_AFTER = 1000
 _COMFORTABLE = 0.8
 _MORE_MEMORY = "free memory, or rebuild the bundle with a smaller --memory-budget"
 #: What training runs; other phases are loaded when they are first run.
-_TRAINING = ("micro_step", "update")
+_TRAINING = ("first_micro_step", "micro_step", "norm", "update")
 
 
 class Session:
@@ -138,11 +138,15 @@ class Session:
         return self._machine.read(name) if array is None else array
 
     def init_parameters(self, seed: int) -> None:
-        """Give trained parameters their initial values, a function of the seed and their names; zero the moments."""
+        """Give trained parameters their initial values, and zero the moments.
+
+        Weights come from the checkpoint; what is added to them is a function of the seed and of its name.
+        """
         for buffer in (*self.program.with_role("param"), *self.program.with_role("moment")):
             has_own_value = buffer.init is not None or buffer.view_of is None
             if has_own_value:
                 self.write(buffer.name, initial(buffer, seed))
+        self._machine.fill([b for b in self.program.with_role("param") if b.source], self._checkpoint)
 
     def close(self) -> None:
         """Release memory and device. Nothing else may be called afterwards."""

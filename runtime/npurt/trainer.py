@@ -39,7 +39,7 @@ _log = logging.getLogger("npurt")
 
 
 class Trainer:
-    """Trains the adapter of a bundle on the weights of a model folder.
+    """Trains what a bundle trains, an adapter or the weights themselves, from the weights of a model folder.
 
         with Trainer(Bundle.open("llama.npub", trust="dev.pub"), weights="models/llama", config=config) as trainer:
             for report in trainer.fit("train.jsonl", eval_data="held.jsonl"):
@@ -75,6 +75,8 @@ class Trainer:
         from npurt.session import Session
 
         config = config or TrainConfig()
+        if init_adapter is not None:
+            _require_lora(bundle.config.recipe, "start from an adapter")
         if config.steps is not None:
             planned_micro_steps = config.steps * config.accum
         # Before the weights are loaded, which takes longer.
@@ -108,6 +110,8 @@ class Trainer:
 
         Raises `MismatchError` if the adapter does not fit; the engine is then left open.
         """
+        if init_adapter is not None:
+            _require_lora(engine.config.recipe, "start from an adapter")
         start = None if init_adapter is None else _adapter(init_adapter, engine.program, engine.config.recipe)
         trainer = cls.__new__(cls)
         trainer._attach(engine, weights, config or TrainConfig(), start)  # noqa: SLF001 -- of this very class
@@ -270,8 +274,10 @@ class Trainer:
         """Write a PEFT adapter into `folder` and return it.
 
         An earlier adapter there is replaced. Raises `FileError` for a folder with other files (but those of `keep`),
-        `DivergedError` if a value is not finite, and `ResourceError` when the disk is full.
+        `DivergedError` if a value is not finite, and `ResourceError` when the disk is full. `UsageError` where the
+        bundle trains the weights themselves: `save_model` is for those.
         """
+        _require_lora(self._engine.config.recipe, "save an adapter")
         return peft.save_adapter(Path(folder), self.parameters(), self._card(), keep=keep)
 
     def save_checkpoint(self, folder: str | Path) -> Path:
@@ -321,6 +327,9 @@ class Trainer:
         return peft.AdapterCard.of(self._views, rank=recipe.rank, alpha=recipe.alpha, base=str(self.weights))
 
     def _adapter_files(self) -> dict[str, bytes]:
+        """What a checkpoint has for other tools; weights are exported at the end, or by hand."""
+        if self._engine.config.recipe.full:
+            return {}
         return peft.adapter_files(self.parameters(), self._card())
 
     def _save_periodic(self, folder: str | Path) -> None:
@@ -339,6 +348,14 @@ class Trainer:
             _log.warning("the state before step %d is not saved: %s", self.step + 1, error)
             return
         reason.remedy = f"{reason.remedy}; the state before step {self.step + 1} is in {path}"
+
+
+def _require_lora(recipe: Recipe, doing: str) -> None:
+    if recipe.full:
+        raise UsageError(
+            f"cannot {doing}: the bundle trains the weights themselves",
+            remedy="use a bundle built with --mode lora, or Trainer.save_model",
+        )
 
 
 def _adapter(folder: str | Path, program: Program, recipe: Recipe) -> dict[str, Float32]:

@@ -5,10 +5,8 @@ The bounds are those that the documentation promises.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
@@ -19,31 +17,10 @@ from npurt import Bundle, DataOptions, Pack, TrainConfig, Trainer
 from npurt.data import IGNORED, load
 from npurt.session import Session
 from tests.e2e.bundles import Built, Workshop
-from tests.e2e.comparison import gradients, opened, random_parameters, require_close
+from tests.e2e.comparison import SEQ_LEN, gradients, opened, random_parameters, require_close
 
-SEQ_LEN = 128
 COSINE, NORM = 0.99999, 1e-4
 Open = tuple[Trainer, Session]
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts with every token supervised, and answers of which only the response is."""
-    found: list[dict[str, str]] = []
-    for name, text in sorted(topics.items()):
-        paragraph = next(p for p in text.split("\n\n") if len(p) > 80)[:220]
-        found.append({"text": paragraph} if len(found) % 2 else {"prompt": f"Explain: {name}", "response": paragraph})
-    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-    return file
-
-
-@pytest.fixture(scope="module")
-def packs(rows: Path, smollm2_dir: Path) -> list[Pack]:
-    found = list(load(rows, smollm2_dir, SEQ_LEN, DataOptions(shuffle=False)))
-    assert found[0].segments.max() > 1, "no pack with several documents"
-    assert len({pack.supervised for pack in found[:3]}) == 3, "equal counts would hide a wrong divisor"
-    return found
 
 
 @pytest.fixture(scope="module")

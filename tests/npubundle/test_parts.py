@@ -16,7 +16,7 @@ from npubundle.errors import FormatError
 from npubundle.fields import Kind, read
 from npubundle.model_config import MODEL_CONFIG, ModelConfig
 from npubundle.part import ONNX_MEDIA_TYPE, PART, Estimate, OnnxForm, PartGraph, tensor_type
-from npubundle.recipe import LORA_TARGETS, RECIPE, Activations, Recipe
+from npubundle.recipe import LORA_TARGETS, RECIPE, Activations, Mode, Recipe
 from npubundle.tensor import ITEM_SIZE, TensorType
 from tests.npubundle.programs import DIGEST, part
 
@@ -133,7 +133,18 @@ recipes = st.builds(
 )
 
 
-@given(recipe=recipes)
+full_recipes = st.builds(
+    Recipe,
+    mode=st.just(Mode.FULL),
+    targets=st.just(()),
+    seq_len=st.integers(2, 1 << 20),
+    train_norm=st.booleans(),
+    train_embeddings=st.booleans(),
+    train_head=st.booleans(),
+)
+
+
+@given(recipe=recipes | full_recipes)
 def test_a_recipe_is_read_back(recipe: Recipe) -> None:
     assert read(json.loads(canonical.encode(recipe.to_dict())), RECIPE, what="it") == recipe
 
@@ -154,7 +165,10 @@ def test_targets_are_put_in_the_order_of_the_block() -> None:
         ({"targets": []}, "targets: must have at least 1 items, has 0"),
         ({"rank": 0}, "rank: must be at least 1, is 0"),
         ({"alpha": 0}, "alpha: must be at least 1e-06, is 0.0"),
-        ({"mode": "full"}, "mode: must be one of 'lora', is 'full'"),
+        ({"mode": "half"}, "mode: must be one of 'lora', 'full', is 'half'"),
+        ({"mode": "full", "rank": 8}, "rank: has no meaning in mode full"),
+        ({"mode": "full", "targets": ["q"]}, "targets: has no meaning in mode full"),
+        ({"train_head": True}, "train_head: has no meaning in mode lora"),
         ({"activations": "none"}, "activations: must be one of 'recompute', 'save', 'auto', is 'none'"),
         ({"seqlen": 128}, "seqlen: is not a known key; did you mean 'seq_len'?"),
     ],

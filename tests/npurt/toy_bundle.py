@@ -174,7 +174,7 @@ def _buffers() -> list[Buffer]:
         buffers += [
             Buffer(f"w.{layer}", f32(H, H), "weight", source=source),
             Buffer(f"lora.{layer}", f32(H), "param", "lora", start, tensor=f"layers.{layer}.s", init=init),
-            Buffer(f"grad_step.{layer}", f32(H), "grad", "grad_step", start),
+            Buffer(f"grad_step.{layer}", f32(H), "grad", "grad_step", start, tensor=f"layers.{layer}.s"),
         ]
     return buffers
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from npubundle.recipe import Recipe
+from npubundle.fields import read
+from npubundle.recipe import FULL_FLAGS, RECIPE, Mode, Recipe
 from npucc.cli import app
 from npucc.cli.options import parse_size
 from npucc.models import Architecture
@@ -40,9 +41,12 @@ def page(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
+def examples() -> list[str]:
+    return [str(block) for block in re.findall(r"```toml\n(.*?)```", page("reference/recipe.md"), flags=re.DOTALL)]
+
+
 def example() -> str:
-    (block,) = re.findall(r"```toml\n(.*?)```", page("reference/recipe.md"), flags=re.DOTALL)
-    return str(block)
+    return examples()[0]
 
 
 def test_help_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +78,18 @@ def test_the_example_has_every_key_and_shows_the_defaults() -> None:
     assert shown == Recipe().to_dict()
 
 
+def test_the_second_example_shows_the_keys_of_full_fine_tuning() -> None:
+    (shown,) = (tomllib.loads(block)["recipe"] for block in examples()[1:])
+    assert shown == {"mode": "full"} | dict.fromkeys(FULL_FLAGS, False)
+    assert read(shown, RECIPE, what="it") == Recipe(Mode.FULL, targets=())
+
+
 def test_the_table_of_a_recipe_file_has_every_key_flag_and_default() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| (.*?) \| ?(.*?) ?\|$", page("reference/recipe.md"), flags=re.MULTILINE)
     listed = {key.removeprefix("recipe."): default.strip("`") for key, _, default in rows}
-    assert set(listed) == {"model", "target", "name", "ignore_config_keys", *Recipe().to_dict()}
-    for key, value in Recipe().to_dict().items():
+    defaults = Recipe().to_dict() | dict.fromkeys(FULL_FLAGS, False)
+    assert set(listed) == {"model", "target", "name", "ignore_config_keys", *defaults}
+    for key, value in defaults.items():
         if value is not None:
             text = ",".join(value) if isinstance(value, list) else json.dumps(value).strip('"')
             assert listed[key] == text.removesuffix(".0"), key

@@ -15,7 +15,7 @@ from npubundle.model_config import ModelConfig
 from npucc.errors import InternalError
 from npucc.graph import Graph
 from npucc.models.layers import rms_norm
-from npucc.training import head
+from npucc.training import head, head_reference
 from npucc.training.head import HeadShape
 from tests.npucc.tiny import CUT, SEQ_LEN, evaluate, model
 
@@ -104,15 +104,15 @@ def online(b: Batch, block: int) -> dict[str, Tensor]:
 def two_passes(b: Batch, block: int) -> dict[str, Tensor]:
     """The same by the parts of the reference program."""
     mine = {"h": b.h, "norm": b.norm, "rows": b.rows[block], "labels": b.labels[block], "weights": b.weights[block]}
-    values = mine | evaluate(part(b, head.reference_begin), mine)
+    values = mine | evaluate(part(b, head_reference.reference_begin), mine)
     for number in range(len(b.shape.slices)):
         weight, _, width = b.slice(number)
-        values["lse"] = evaluate(part(b, head.reference_lse, width), values | {"weight": weight})["new_lse"]
+        values["lse"] = evaluate(part(b, head_reference.reference_lse, width), values | {"weight": weight})["new_lse"]
     for number in range(len(b.shape.slices)):
         weight, start, width = b.slice(number)
-        results = evaluate(part(b, head.reference_slice, width), values | {"weight": weight, "start": start})
+        results = evaluate(part(b, head_reference.reference_slice, width), values | {"weight": weight, "start": start})
         values |= {name.removeprefix("new_"): value for name, value in results.items()}
-    return evaluate(part(b, head.reference_finish), values)
+    return evaluate(part(b, head_reference.reference_finish), values)
 
 
 def loss_and_gradient(

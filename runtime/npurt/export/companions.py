@@ -92,7 +92,7 @@ def _is_taken(name: str) -> bool:
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> bytes:
-    """The configuration with another dtype, under the name that it has there, or else the one that all versions read."""
+    """The configuration with another dtype, under its name there, or else the one that all versions read."""
     changed = _renamed(config, dtype)
     if not {"dtype", "torch_dtype"} & changed.keys():
         changed["torch_dtype"] = dtype

@@ -104,7 +104,7 @@ def save_model(
         Checkpoint.open(partial)  # reads the headers again: what cannot be opened gets no name
     notes = [f"left out of the copy: {', '.join(companions.left_out)}"] if companions.left_out else []
     names = tuple(sorted([*files, *(shard.file for shard in shards)]))
-    return ModelReport(target, names, len(base.tensors), len(replaced), size, tuple(notes))
+    return ModelReport(Path(folder), names, len(base.tensors), len(replaced), size, tuple(notes))
 
 
 def require_new_folder(folder: str | Path) -> Path:

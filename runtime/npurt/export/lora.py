@@ -41,6 +41,8 @@ _HARMLESS = {"use_rslora", "eva_config", "loftq_config", "corda_config", "lora_g
 _HARMLESS |= {"megatron_config", "runtime_config"}
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+#: Of an adapter on a head or embedding, PEFT also saves the tensor that it adapts.
+_COPY = re.compile(r"base_model\.model\.(.+?)(?:\.base_layer)?\.weight")
 _KINDS = {
     "lora_magnitude_vector": "is the magnitude of DoRA, which npurt does not merge",
     "lora_embedding_": "belongs to LoRA on an embedding, which npurt does not merge",
@@ -86,7 +88,7 @@ def read_lora(folder: Path, base: Checkpoint) -> Lora:
     _check_config(config, problems)
     tied = tied_head(base) or base.config.get("tie_word_embeddings") is True
     pairs = {}
-    for module, found in sorted(_by_module(_tensors(folder, problems), problems).items()):
+    for module, found in sorted(_by_module(_tensors(folder, problems), base, problems).items()):
         if fault := _misfit(f"{module}.weight", found, base, tied=tied):
             problems.add(module, fault)
             continue
@@ -144,17 +146,33 @@ def _tensors(folder: Path, problems: Problems) -> dict[str, Stored]:
     return tensors
 
 
-def _by_module(tensors: Mapping[str, Stored], problems: Problems) -> dict[str, dict[str, Stored]]:
-    """A and B of each adapted module; what is neither is a problem."""
+def _by_module(tensors: Mapping[str, Stored], base: Checkpoint, problems: Problems) -> dict[str, dict[str, Stored]]:
+    """A and B of each adapted module; what is neither, nor a copy of a base tensor, is a problem."""
     found: dict[str, dict[str, Stored]] = {}
     for name, stored in sorted(tensors.items()):
         if match := _NAME.fullmatch(name):
             found.setdefault(match[1], {})[match[2]] = stored
+        elif (copy := _COPY.fullmatch(name)) and (original := base.tensors.get(f"{copy[1]}.weight")):
+            if not _equal(stored, original):
+                problems.add(name, "is a whole tensor that differs from that of the weights; npurt does not merge it")
         else:
             reasons = [reason for part, reason in _KINDS.items() if part in name]
             other = f"is not a matrix of LoRA{why_unknown(name)}; npurt does not merge it"
             problems.add(name, reasons[0] if reasons else other)
     return found
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same values, perhaps in different dtypes."""
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= FLOATS.keys():
+        return False
+    first = 0
+    for rows in float_rows(one):
+        theirs = _whole(other, (first, first + len(rows)))
+        if not np.array_equal(rows, theirs):
+            return False
+        first += len(rows)
+    return True
 
 
 def _misfit(weight: str, found: Mapping[str, Stored], base: Checkpoint, *, tied: bool) -> str | None:
@@ -196,5 +214,6 @@ def _of_module(config: Mapping[str, Any], pattern: str, module: str, default: st
     return config.get(default)
 
 
-def _whole(stored: Stored) -> Array:
-    return np.concatenate(list(float_rows(stored)))
+def _whole(stored: Stored, span: tuple[int, int] | None = None) -> Array:
+    parts = list(float_rows(stored, span))
+    return np.concatenate(parts) if parts else np.empty(stored.shape, np.float32)

@@ -203,9 +203,9 @@ def _same_values(stored: Stored, entry: Entry) -> Iterator[Array]:
         yield rows
 
 
-def float_rows(stored: Stored) -> Iterator[Array]:
-    """The rows of a tensor of a float dtype in f32, a few at a time; each array is the caller's to change."""
-    for _, rows in read_rows(stored, (0, _row_count(stored.shape))):
+def float_rows(stored: Stored, span: tuple[int, int] | None = None) -> Iterator[Array]:
+    """Rows of a tensor of a float dtype in f32, all or those of `span`, a few at a time."""
+    for _, rows in read_rows(stored, span or (0, _row_count(stored.shape))):
         made = np.empty(rows.shape, np.float32)
         convert(rows, made)
         yield made

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from npurt import cli as npurt_cli
+from npurt import UsageError
 from npurt.cli import main
 from npurt.cli.options import SIZE, Option, resolve
 from npurt.export.peft import AdapterCard, save_adapter
@@ -162,9 +162,9 @@ def test_sizes(word: str, size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["0", "-1", "5TB", "GB", "1e9", "1.5.5GB", "true", "0.1B", "[]"])
 def test_what_is_no_size(word: str, tmp_path: Path) -> None:
     option = Option("largest", SIZE, "size")
-    with pytest.raises(npurt_cli.UsageError) as caught:
+    with pytest.raises(UsageError) as caught:
         resolve([option], {"largest": word}, config=None, environ={})
     assert "must be a size such as 5GB" in str(caught.value)
     (tmp_path / "run.toml").write_text(f"largest = {word if word in {'0', '-1', 'true', '[]'} else repr(word)}\n")
-    with pytest.raises(npurt_cli.UsageError, match="must be a size"):
+    with pytest.raises(UsageError, match="must be a size"):
         resolve([option], {}, config=str(tmp_path / "run.toml"), environ={})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_scaling(base: Path, tmp_path: Path, config: dict[str, Any], scalings: t
 
 
 def test_settings_that_change_nothing_are_accepted(base: Path, tmp_path: Path) -> None:
-    harmless = {
+    harmless: dict[str, Any] = {
         "target_modules": "all-linear",
         "lora_dropout": 0.1,
         "layers_to_transform": [0],
@@ -263,6 +264,31 @@ def test_a_head_of_its_own_is_merged(tmp_path: Path) -> None:
     base = folder_of(tmp_path / "base", {EMBEDDING: values(10, 6), HEAD: BASE[f"{Q}.weight"]})
     found = merged(base, write_adapter(tmp_path / "adapter", tensors_of({"lm_head": PAIRS[Q]})))
     np.testing.assert_allclose(found[HEAD], BASE[f"{Q}.weight"] + change(Q, ALPHA / RANK), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["base_layer.weight", "weight"])
+def test_a_copy_of_what_is_adapted_is_no_tensor_of_its_own(base: Path, tmp_path: Path, name: str) -> None:
+    """PEFT saves one beside an adapter of a head, in the dtype that it trained with."""
+    weights = {f"{Q}.weight": BASE[f"{Q}.weight"].astype(ml_dtypes.bfloat16)}
+    half = folder_of(tmp_path / "half", weights)
+    copy = {f"base_model.model.{Q}.{name}": weights[f"{Q}.weight"].astype(np.float32)}
+    adapter = write_adapter(tmp_path / "adapter", tensors_of({Q: PAIRS[Q]}) | copy)
+    assert list(read_lora(adapter, Checkpoint.open(half)).pairs) == [f"{Q}.weight"]
+    (said,) = problems_of(base, adapter).values()
+    assert "differs from that of the weights" in said
+    resized = {next(iter(copy)): np.ones((12, 6), np.float32)}
+    write_adapter(tmp_path / "adapter", tensors_of({Q: PAIRS[Q]}) | resized)
+    assert "differs" in problems_of(half, adapter)[next(iter(copy))]
+
+
+def test_a_weight_without_rows_and_a_rank_of_zero(tmp_path: Path) -> None:
+    none = np.zeros((0, 6), np.float32)
+    base = folder_of(tmp_path / "base", {f"{Q}.weight": none})
+    adapter = write_adapter(tmp_path / "adapter", tensors_of({Q: (PAIRS[Q][0], np.zeros((0, RANK), np.float32))}))
+    assert merged(base, adapter)[f"{Q}.weight"].shape == (0, 6)
+    shutil.rmtree(tmp_path / "merged")
+    write_adapter(tmp_path / "adapter", tensors_of({Q: (none, np.zeros((0, 0), np.float32))}), r=0)
+    assert "rank 0" in problems_of(base, adapter)[Q]
 
 
 def test_an_adapter_without_tensors(base: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from npurt import MismatchError
 from npurt.export import peft, vllm
 from tests.npurt.simulator import ALPHA, HIDDEN, MODULES, RANK, VOCABULARY, tensor_name
 
-SHAPES = {
+SHAPES: dict[str, tuple[int, ...]] = {
     tensor_name(module, matrix): shape
     for module in MODULES
     for matrix, shape in (("A", (RANK, HIDDEN)), ("B", (VOCABULARY, RANK)))

@@ -147,6 +147,22 @@ def test_a_signal_leaves_nothing(words: list[str], tmp_path: Path, name: str, co
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
+def test_a_file_that_cannot_grow_leaves_nothing(words: list[str], tmp_path: Path) -> None:
+    """The system itself refuses: files of this process may have 256 bytes."""
+    script = (
+        "import resource, sys\n"
+        "from npurt.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script, *words], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 4, done.stderr
+    assert "error[resource]: cannot export the model: File too large" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
 @pytest.mark.parametrize(
     ("word", "size"),
     [("5GB", 5 * 10**9), ("500MB", 500 * 10**6), ("1GiB", 1 << 30), ("1.5 kb", 1500), ("77", 77), ("2B", 2)],

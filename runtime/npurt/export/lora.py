@@ -48,6 +48,10 @@ _KINDS = {
     "lora_embedding_": "belongs to LoRA on an embedding, which npurt does not merge",
     ".lora_B.bias": "is a bias of LoRA, which npurt does not merge",
 }
+_REMEDY = (
+    "name the weights that the adapter was trained for; other methods are merged where PEFT is installed, "
+    "by merge_and_unload"
+)
 #: Keys of `rank_pattern` and `alpha_pattern` that are names. A stranger's regular expression could take for ever.
 _PLAIN_KEY = re.compile(r"\^?(?:[\w.-]|\\\.)+")
 
@@ -97,7 +101,8 @@ def read_lora(folder: Path, base: Checkpoint) -> Lora:
             if not all(np.isfinite(rows).all() for rows in float_rows(stored)):
                 problems.add(f"{module}.lora_{matrix}", "has values that are not finite")
         pairs[f"{module}.weight"] = Pair(found["A"], found["B"], scaling)
-    problems.raise_any("the adapter cannot be merged into these weights", MismatchError, where=str(folder))
+    headline = "the adapter cannot be merged into these weights"
+    problems.raise_any(headline, MismatchError, where=str(folder), remedy=_REMEDY)
     named = config.get("base_model_name_or_path")
     return Lora(pairs, named if isinstance(named, str) and named else None)
 

@@ -40,7 +40,8 @@ def require_servable(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     problems = Problems()
     _check_config(config, problems)
     _check_tensors(config, shapes, problems)
-    problems.raise_any("refused to export an adapter that vLLM would not load", MismatchError)
+    remedy = "rebuild the bundle with this release of npucc: its tensors are not named as PEFT and vLLM name them"
+    problems.raise_any("refused to export an adapter that vLLM would not load", MismatchError, remedy=remedy)
 
 
 def rank_note(rank: int) -> str | None:

@@ -238,6 +238,9 @@ def test_everything_that_is_wrong_is_reported_at_once(base: Path, tmp_path: Path
     assert "save_pretrained" in found[f"base_model.model.{Q}.lora_A.default.weight"]
     assert "base_model.model." in found[f"{Q}.lora_A.weight"]
     assert {"bias", "use_dora"} <= found.keys()
+    with pytest.raises(MismatchError) as caught:
+        npurt.merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert "merge_and_unload" in str(caught.value.remedy)
 
 
 def test_weights_that_are_quantized(tmp_path: Path) -> None:

@@ -88,8 +88,9 @@ def test_matrices_without_their_other_half_of_other_ranks_or_modules() -> None:
 
 def test_no_adapter_is_written_against_the_rules() -> None:
     tensors = {name.removeprefix("base_model.model."): np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    with pytest.raises(MismatchError, match="vLLM would not load"):
+    with pytest.raises(MismatchError, match="vLLM would not load") as caught:
         peft.adapter_files(tensors, CARD)
+    assert "rebuild the bundle" in str(caught.value.remedy)
 
 
 def test_ranks_it_has_no_setting_for() -> None:

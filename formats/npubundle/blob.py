@@ -120,7 +120,12 @@ def read_small(path: Path, max_bytes: int, error: type[Error] = FileError) -> by
     with open_file(path) as (size, read_at):
         if size > max_bytes:
             raise error(f"this file has {size} bytes; at most {max_bytes} are allowed", where=str(path))
-        return read_at(0, max_bytes)
+        # Never more than there is: the system's buffer for a read is as large as what was asked for.
+        pieces, left = [], size
+        while left and (piece := read_at(size - left, min(left, _WHOLE))):
+            pieces.append(piece)
+            left -= len(piece)
+        return b"".join(pieces)
 
 
 def reader(descriptor: int, path: Path, start: int = 0) -> ReadAt:

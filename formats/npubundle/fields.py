@@ -52,12 +52,14 @@ class Problems:
         else:
             self._unreported += 1
 
-    def raise_any(self, headline: str, error: type[Error], *, where: str | None = None) -> None:
+    def raise_any(
+        self, headline: str, error: type[Error], *, where: str | None = None, remedy: str | None = None
+    ) -> None:
         """Raise `error` with all that was noted; do nothing when nothing was."""
         if not self._found:
             return
         more = [Problem("…", f"{self._unreported} more problems")] if self._unreported else []
-        raise error(headline, where=where, problems=self._found + more)
+        raise error(headline, where=where, remedy=remedy, problems=self._found + more)
 
 
 class Place:

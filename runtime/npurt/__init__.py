@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from npurt.errors import MismatchError as MismatchError
     from npurt.errors import RuntimeFault as RuntimeFault
     from npurt.errors import UsageError as UsageError
+    from npurt.export.merge import merge as merge
+    from npurt.export.model import ModelReport as ModelReport
     from npurt.reports import EvalReport as EvalReport
     from npurt.reports import StepReport as StepReport
     from npurt.trainer import Trainer as Trainer
@@ -44,6 +46,7 @@ _HOMES = {
     "Error": "npubundle.errors",
     "EvalReport": "npurt.reports",
     "MismatchError": "npurt.errors",
+    "ModelReport": "npurt.export.model",
     "Pack": "npurt.data",
     "PackedDataset": "npurt.data",
     "RuntimeFault": "npurt.errors",
@@ -51,6 +54,7 @@ _HOMES = {
     "TrainConfig": "npurt.config",
     "Trainer": "npurt.trainer",
     "UsageError": "npurt.errors",
+    "merge": "npurt.export.merge",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 -- names of modules' members

@@ -34,9 +34,13 @@ FLOATS: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(np.uint16),
 }
-_ITEM_SIZE = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1} | {
-    name: dtype.itemsize for name, dtype in FLOATS.items()
-}
+_BYTE_FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+#: Bytes of a value of each dtype. Those of less than a byte are not among them.
+ITEM_SIZE: Final[Mapping[str, int]] = (
+    {"C64": 8, "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+    | dict.fromkeys(_BYTE_FLOATS, 1)
+    | {name: dtype.itemsize for name, dtype in FLOATS.items()}
+)
 
 
 class WeightsError(DataError):
@@ -56,8 +60,8 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
-        return math.prod(self.shape) * _ITEM_SIZE.get(self.dtype, 0)
+        """Size in the file; 0 for a dtype that `ITEM_SIZE` lacks."""
+        return math.prod(self.shape) * ITEM_SIZE.get(self.dtype, 0)
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -106,6 +110,16 @@ def read_rows(tensor: Stored, rows: tuple[int, int]) -> Iterator[tuple[int, Arra
             yield first, np.frombuffer(part, dtype).reshape(count, *inner)
 
 
+def read_bytes(tensor: Stored) -> Iterator[memoryview]:
+    """The bytes of a tensor of any dtype, piece by piece. Each piece is valid until the next is asked for."""
+    scratch = bytearray(min(CHUNK, tensor.nbytes))
+    with tensor.path.open("rb", buffering=0) as file:
+        for done in range(0, tensor.nbytes, CHUNK):
+            part = memoryview(scratch)[: min(CHUNK, tensor.nbytes - done)]
+            _fill(file.fileno(), part, tensor.start + done, tensor.path)
+            yield part
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     dtype: str
@@ -126,7 +140,7 @@ def _entry(fields: Fields) -> _Entry:
 def _check_layout(path: Path, entries: Mapping[str, _Entry], size: int) -> None:
     ordered = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
     for name, entry in ordered:
-        item = _ITEM_SIZE.get(entry.dtype)
+        item = ITEM_SIZE.get(entry.dtype)
         if entry.end < entry.begin or (item and entry.end - entry.begin != math.prod(entry.shape) * item):
             raise _damaged(path, f"the size of {name} is not that of its shape")
     for (_, before), (name, entry) in itertools.pairwise(ordered):

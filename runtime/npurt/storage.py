@@ -6,8 +6,11 @@ it is forced to the disk as well, since that is where the move is recorded (rena
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +20,9 @@ from npubundle.errors import ResourceError, os_failure
 
 #: Ending of names that are not yet, or never will be, complete.
 PARTIAL = ".partial"
+
+#: Seconds after which an unlocked folder with the ending `PARTIAL` is taken for what a killed process left.
+_ABANDONED = 60.0
 
 #: A file system that is filled to the last byte slows down and fails others; so much is left free.
 _MARGIN = 1 << 20
@@ -68,14 +74,18 @@ def place_files(folder: Path, files: dict[str, bytes], *, doing: str) -> None:
 def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
     """A folder to fill with `write_synced`, which gets the name `target` in one step when the block ends.
 
-    When the block fails, nothing of it remains. `target` must not exist. Raises `ResourceError` or `FileError`.
+    When the block fails, nothing of it remains. `target` must not exist, or be an empty folder. What killed processes
+    left of the same `target` is deleted. Raises `ResourceError` or `FileError`.
     """
     partial = target.parent / f".{target.name}.{os.getpid()}{PARTIAL}"
+    lock = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target)
         require_space(target.parent, needed, doing)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+        lock = _lock(partial)
         yield partial
         sync_folder(partial)
         partial.rename(target)
@@ -84,6 +94,8 @@ def new_folder(target: Path, needed: int, *, doing: str) -> Iterator[Path]:
         raise os_failure(error, doing) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def remove_folder(path: Path) -> None:
@@ -105,6 +117,27 @@ def remove_partial(folder: Path) -> None:
         else:
             with suppress(OSError):
                 path.unlink()
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Delete the unfinished folders of `target` whose processes were killed. One whose process lives is locked."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*{PARTIAL}"):
+        with suppress(OSError):
+            fresh = time.time() - path.stat().st_mtime < _ABANDONED  # it may not be locked yet
+            if not fresh and (lock := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder as long as the returned descriptor is open; None if another has it, or there are no locks here."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def _holds(path: Path, data: bytes) -> bool:

@@ -21,6 +21,8 @@ from npurt.shards import FLOATS, Stored, WeightsError, read_header, read_rows
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: With tied embeddings some files hold the shared matrix under both names.
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _CONVERT = (
     "convert it once where transformers is installed: "
     "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)"
@@ -116,11 +118,11 @@ class _Filling:
         if self.columns is not None:
             wanted = wanted[:, self.columns[0] : self.columns[1]]
         place = slice(low - self.rows[0], high - self.rows[0])
-        _convert(wanted, self.target.T[place] if self.transposed else self.target[place])
+        convert(wanted, self.target.T[place] if self.transposed else self.target[place])
 
 
-def _convert(values: Array, target: Array) -> None:
-    """Copy with a cast. From bf16 to f32 it is a shift of the bits."""
+def convert(values: Array, target: Array) -> None:
+    """Copy with a cast what `read_rows` gave. From bf16 to f32 it is a shift of the bits."""
     if values.dtype == FLOATS["BF16"] and target.dtype == np.float32:
         bits = target.view(np.uint32)
         np.copyto(bits, values)

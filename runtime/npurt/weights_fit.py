@@ -9,12 +9,10 @@ from npubundle.model_config import ModelConfig
 from npubundle.program import Program
 from npurt.errors import MismatchError
 from npurt.shards import FLOATS, WeightsError
-from npurt.weights import Checkpoint, same_content
+from npurt.weights import EMBEDDING, HEAD, Checkpoint, same_content
 
 #: Tables that old versions of transformers saved and every version computes anew.
 _IGNORED = ("*.rotary_emb.inv_freq",)
-#: With tied embeddings some files hold the shared matrix under both names.
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def check_fit(checkpoint: Checkpoint, program: Program, model: ModelConfig) -> None:
@@ -43,10 +41,10 @@ def _check_config(checkpoint: Checkpoint, model: ModelConfig, problems: Problems
 
 
 def _check_extra(checkpoint: Checkpoint, name: str, model: ModelConfig, problems: Problems) -> None:
-    tied = model.tie_word_embeddings and name == _HEAD and _EMBEDDING in checkpoint.tensors
+    tied = model.tie_word_embeddings and name == HEAD and EMBEDDING in checkpoint.tensors
     if not tied:
         problems.add(name, "is not used by the bundle: these are weights of another model")
     elif checkpoint.tensors[name].dtype not in FLOATS or not same_content(
-        checkpoint.tensors[name], checkpoint.tensors[_EMBEDDING]
+        checkpoint.tensors[name], checkpoint.tensors[EMBEDDING]
     ):
-        problems.add(name, f"differs from {_EMBEDDING}, but the bundle was built for one matrix that serves as both")
+        problems.add(name, f"differs from {EMBEDDING}, but the bundle was built for one matrix that serves as both")

@@ -19,7 +19,7 @@ import npubundle
 import npucc
 import npurt
 from npubundle.errors import Error, ExitCode
-from npurt import EvalReport, StepReport, TrainConfig, Trainer
+from npurt import EvalReport, ModelReport, StepReport, TrainConfig, Trainer, merge
 from npurt.cli import COMMANDS
 from npurt.cli.options import Option, resolve
 from npurt.cli.tables import TRAIN
@@ -116,6 +116,14 @@ def test_methods_and_reports() -> None:
         assert hasattr(EvalReport(1.0, 0.5, 1), field)
 
 
+def test_merge_and_its_report() -> None:
+    text = page("reference/python-api.md")
+    section = text[text.index("## `merge`") :]
+    (call,) = re.findall(r"`(merge\(weights, [^`]*)`", section)
+    assert re.findall(r"(\w+)(?:=[^,)]+)?(?=[,)])", call) == list(inspect.signature(merge).parameters)
+    assert set(first_cells(section)) - {"ModelReport"} == {field.name for field in dataclasses.fields(ModelReport)}
+
+
 def test_constructor_of_the_trainer() -> None:
     text = re.sub(r"\s+", " ", page("reference/python-api.md"))
     (call,) = re.findall(r"`(Trainer\(bundle, [^`]*)`", text)
@@ -133,7 +141,9 @@ def test_the_configuration_file_of_the_how_to(tmp_path: Path) -> None:
     assert settings["out"] == str(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("name", ["how-to/train.md", "reference/checkpoint.md", "reference/python-api.md"])
+@pytest.mark.parametrize(
+    "name", ["how-to/train.md", "how-to/export.md", "reference/checkpoint.md", "reference/python-api.md"]
+)
 def test_flags_that_are_named_exist(name: str) -> None:
     flags = {option.flag for option in options()} | {"--config", "--help", "--memory-budget"}
     flags |= {"--enable-lora", "--max-lora-rank", "--lora-modules"}  # of vLLM

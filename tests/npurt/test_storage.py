@@ -115,3 +115,19 @@ def test_kill_at_any_moment_leaves_old_or_new_or_visibly_incomplete(tmp_path: Pa
             assert content(folder) == NEW
             return
     pytest.fail("the replacement never ended")
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_still_writes_is_not(tmp_path: Path) -> None:
+    folders = {name: tmp_path / f".out.{name}{storage.PARTIAL}" for name in ("1", "2", "3")}
+    for path in folders.values():
+        path.mkdir()
+        (path / "half").write_text("x")
+    long_ago = folders["1"].stat().st_mtime - 3600
+    for name in ("1", "2"):
+        os.utime(folders[name], (long_ago, long_ago))
+    lock = storage._lock(folders["2"])
+    assert lock is not None
+    with storage.new_folder(tmp_path / "out", 0, doing="save"):
+        assert storage._lock(next(tmp_path.glob(f".out.{os.getpid()}.*"))) is None, "it is locked while it is filled"
+    os.close(lock)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folders["2"].name, folders["3"].name, "out"]

@@ -69,6 +69,12 @@ COMMANDS = {
         tables.CHECK,
         "npurt check --bundle llama.npub --trust dev.pub --weights models/llama --layers 2",
     ),
+    "merge": Command(
+        "merge",
+        "Merge an adapter into the weights of its base model, and write a full model folder.",
+        tables.MERGE,
+        "npurt merge --weights models/llama --adapter ./adapter --out ./merged",
+    ),
     "verify": Command(
         "verify",
         "Check a bundle's signatures against the trust policy, and every byte against its digest.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,10 +98,33 @@ def _truth(word: str) -> bool:
     return truths[word.lower()]
 
 
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def _size(word: str) -> int:
+    """Bytes; HF's spelling: 5GB, 500MB, 1GiB, or a number of bytes."""
+    match = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,9}))? ?([A-Za-z]{0,3})", word)
+    unit = _UNITS.get((match[3] or "B").upper()) if match else None
+    size = int(float(f"{match[1]}.{match[2] or 0}") * unit) if match and unit else 0
+    if size < 1:
+        raise ValueError(f"must be a size such as 5GB, 500MB or 1GiB, is {word!r}")
+    return size
+
+
+def _read_size(place: Place) -> int:
+    """In TOML: text, or a number of bytes."""
+    try:
+        return _size(str(place.value))
+    except ValueError as error:
+        place.wrong(str(error))
+        return 0
+
+
 TEXT = Form(_word, text(), "TEXT")
 FILE = Form(_word, text(NO_NUL, called="a path"), "FILE")
 FOLDER = Form(_word, text(NO_NUL, called="a path"), "DIR")
 WHOLE = Form(_whole, integer(), "N")
+SIZE = Form(_size, Kind(_read_size, int), "SIZE")
 NUMBER = Form(_number, number(), "X")
 SWITCH = Form(_truth, flag(), "")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npurt.cli.options import FILE, FOLDER, NUMBER, SWITCH, TEXT, WHOLE, Option
+from npurt.cli.options import FILE, FOLDER, NUMBER, SIZE, SWITCH, TEXT, WHOLE, Option
 from npurt.config import TrainConfig
 from npurt.progress import STYLES
 
@@ -148,6 +148,30 @@ CHECK: dict[str, tuple[Option, ...]] = {
         Option("seed", WHOLE, "Seed of the random tokens and LoRA matrices.", default=0),
     ),
     "Running": (DEVICE, *_OUTPUT),
+}
+
+MERGE: dict[str, tuple[Option, ...]] = {
+    "What to merge": (
+        Option("weights", FOLDER, "Model folder that the adapter was trained for.", required=True),
+        Option("adapter", FOLDER, "PEFT adapter to merge: LoRA or rsLoRA, of any rank and targets.", required=True),
+        Option("out", FOLDER, "New folder for the merged model.", required=True),
+    ),
+    "What to write": (
+        Option(
+            "dtype",
+            TEXT,
+            "Dtype of all floating-point tensors.",
+            shown_default="that of each tensor",
+            choices=("float32", "float16", "bfloat16"),
+        ),
+        Option(
+            "max-shard-size",
+            SIZE,
+            "Largest file of weights, such as 5GB; a single larger tensor has a file of its own.",
+            shown_default="the files of the base model",
+        ),
+    ),
+    "Running": _OUTPUT,
 }
 
 VERIFY: dict[str, tuple[Option, ...]] = {"Options": (TRUST, JSON)}

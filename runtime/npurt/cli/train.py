@@ -107,7 +107,7 @@ def _show_data(
     config: TrainConfig,
     total: int,
 ) -> None:
-    from npurt.export.peft import rank_note
+    from npurt.export.vllm import rank_note
 
     progress.note(dataset.preview(color=progress.color))
     for note in dataset.notes:

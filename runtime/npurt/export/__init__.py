@@ -1,1 +1,1 @@
-"""Writing and reading what other tools load: PEFT adapters."""
+"""Writing and reading what other tools load: PEFT adapters and model folders."""

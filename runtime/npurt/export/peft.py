@@ -17,13 +17,11 @@ import numpy as np
 from npubundle.errors import FileError, Problem, os_failure
 from npurt.engine import Array
 from npurt.errors import DivergedError
+from npurt.export.vllm import require_servable
 from npurt.storage import PARTIAL, place_files
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-
-#: Ranks that a vLLM server can be started with (`--max-lora-rank`).
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +80,14 @@ def require_finite(tensors: Mapping[str, Array], *, doing: str) -> None:
 
 
 def adapter_files(tensors: Mapping[str, Array], card: AdapterCard) -> dict[str, bytes]:
-    """The content of an adapter's files by name, for `storage.place_files`. Raises as `require_finite` does."""
+    """The content of an adapter's files by name, for `storage.place_files`.
+
+    Raises as `require_finite` and `vllm.require_servable` do.
+    """
     from safetensors.numpy import save
 
     require_finite(tensors, doing="export the adapter")
+    require_servable(card.to_dict(), {name: values.shape for name, values in tensors.items()})
     arrays = {name: np.ascontiguousarray(tensors[name], dtype=np.float32) for name in sorted(tensors)}
     return {
         WEIGHTS_FILE: save(arrays, metadata={"format": "pt"}),
@@ -126,16 +128,6 @@ def require_adapter_folder(folder: Path, *, keep: Iterable[Path] = ()) -> None:
             where=str(folder),
             remedy=f"name a new or empty folder, such as {folder}-2",
         )
-
-
-def rank_note(rank: int) -> str | None:
-    """What to know about a rank that vLLM has no setting for."""
-    if rank in VLLM_RANKS:
-        return None
-    above = next((allowed for allowed in VLLM_RANKS if allowed >= rank), None)
-    if above is None:
-        return f"rank {rank} is above {VLLM_RANKS[-1]}, the most that vLLM serves"
-    return f"vLLM has no --max-lora-rank {rank}; serve this adapter with --max-lora-rank {above}"
 
 
 def _is_ours(path: Path) -> bool:

@@ -38,6 +38,8 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "layers_to_transform": (None, []),
     "exclude_modules": (None, []),
 }
+#: How PEFT saved weights before safetensors.
+PICKLED = "adapter_model.bin"
 #: Far above any adapter; whatever is longer is no adapter.
 _MAX_CONFIG, _MAX_WEIGHTS = 1 << 20, 16 << 30
 _DTYPES = {"F32": "<f4", "F16": "<f2"}
@@ -60,14 +62,14 @@ def load_adapter(folder: Path, recipe: Recipe, shapes: Mapping[str, tuple[int, .
     finite.
     """
     problems = Problems()
-    _check_config(_read_config(folder, problems), recipe, shapes, problems)
+    _check_config(read_config(folder, problems), recipe, shapes, problems)
     found = _read_tensors(folder, problems)
     tensors = {}
     for name in sorted(shapes.keys() | found.keys()):
         if name not in found:
             problems.add(name, "is missing")
         elif name not in shapes:
-            problems.add(name, f"is not known to the bundle{_why_unknown(name)}")
+            problems.add(name, f"is not known to the bundle{why_unknown(name)}")
         elif found[name].shape != shapes[name]:
             problems.add(name, f"has shape {list(found[name].shape)}, the bundle needs {list(shapes[name])}")
         elif (values := _as_f32(found[name])) is None:
@@ -80,14 +82,15 @@ def load_adapter(folder: Path, recipe: Recipe, shapes: Mapping[str, tuple[int, .
     return tensors
 
 
-def _read_config(folder: Path, problems: Problems) -> dict[str, Any]:
+def read_config(folder: Path, problems: Problems) -> dict[str, Any]:
+    """What `adapter_config.json` says. Raises `MismatchError` if it cannot be read."""
     path = folder / CONFIG_FILE
     try:
         document = json.loads(read_small(path, _MAX_CONFIG))
     except FileError as error:
-        raise _unreadable(path, error.what) from error
+        raise unreadable(path, error.what) from error
     except (ValueError, RecursionError) as error:
-        raise _unreadable(path, f"not JSON: {error}") from error
+        raise unreadable(path, f"not JSON: {error}") from error
     if not isinstance(document, dict):
         problems.add(CONFIG_FILE, "must be a JSON object")
         return {}
@@ -117,15 +120,15 @@ def _read_tensors(folder: Path, problems: Problems) -> dict[str, _Tensor]:
     from safetensors import SafetensorError, deserialize
 
     path = folder / WEIGHTS_FILE
-    if not path.exists() and (folder / "adapter_model.bin").exists():
-        problems.add("adapter_model.bin", "is a pickle, which can run code and is not read; save it as safetensors")
+    if not path.exists() and (folder / PICKLED).exists():
+        problems.add(PICKLED, "is a pickle, which can run code and is not read; save it as safetensors")
         return {}
     try:
         entries = deserialize(read_small(path, _MAX_WEIGHTS))  # type: ignore[no-untyped-call]
     except FileError as error:
-        raise _unreadable(path, error.what) from error
+        raise unreadable(path, error.what) from error
     except SafetensorError as error:
-        raise _unreadable(path, f"not a safetensors file: {error}") from error
+        raise unreadable(path, f"not a safetensors file: {error}") from error
     return {name: _Tensor(entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in entries}
 
 
@@ -139,7 +142,8 @@ def _as_f32(tensor: _Tensor) -> Float32 | None:
     return np.frombuffer(tensor.data, dtype=_DTYPES[tensor.dtype]).astype(np.float32).reshape(tensor.shape)
 
 
-def _why_unknown(name: str) -> str:
+def why_unknown(name: str) -> str:
+    """What is wrong with the name of a tensor that has no place, if its form says so."""
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
         return " (it has an adapter's name in it: save with PEFT's save_pretrained)"
     if not name.startswith("base_model.model."):
@@ -147,7 +151,8 @@ def _why_unknown(name: str) -> str:
     return ""
 
 
-def _unreadable(path: Path, why: str) -> MismatchError:
+def unreadable(path: Path, why: str) -> MismatchError:
+    """The error for a file of an adapter that is missing or damaged."""
     return MismatchError(
         f"the adapter cannot be read: {why}",
         where=str(path),

@@ -121,12 +121,6 @@ def test_place_that_is_a_file(trainer: Trainer, tmp_path: Path) -> None:
         trainer.save_adapter(tmp_path / "file")
 
 
-def test_ranks_that_vllm_has_no_setting_for() -> None:
-    assert all(peft.rank_note(rank) is None for rank in peft.VLLM_RANKS)
-    assert "--max-lora-rank 32" in str(peft.rank_note(24))
-    assert "above 512" in str(peft.rank_note(1024))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_adapter_is_read_in_every_precision(adapter: Path, trainer: Trainer, dtype: str) -> None:
     torch = pytest.importorskip("torch")

@@ -21,7 +21,7 @@ from npubundle.program_check import check
 from npubundle.recipe import Activations, Recipe
 from npubundle.statement import NUMERICS
 from npucc.cache import Cache, Entry, Identity
-from npucc.errors import ResourceError
+from npucc.errors import ResourceError, UsageError
 from npucc.models.config_reader import Model
 from npucc.numerics import Measured, measure
 from npucc.parts import PartSpec, Traced, samplers, trace
@@ -84,7 +84,13 @@ def lower(model: Model, recipe: Recipe, target: Target, cut: CutPolicy | None = 
 
     `cut` is for a search that tries another than the target's.
     """
-    traced = trace(model, recipe, cut or target.CUT)
+    cut = cut or target.CUT
+    if recipe.full and cut.own_memory:
+        raise UsageError(
+            f"the target {target.NAME} does not compile full fine-tuning",
+            remedy="use --target cpu, or train an adapter with --mode lora",
+        )
+    traced = trace(model, recipe, cut)
     saved = saved_layers(traced, target)
     programs = {"train": training_program(traced, saved), "reference": reference_program(traced)}
     names = sorted({name for program in programs.values() for name in program.parts()})

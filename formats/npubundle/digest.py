@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path
 
 from npubundle.errors import FormatError
 from npubundle.fields import Kind, text
@@ -15,6 +16,12 @@ _PATTERN = re.compile(_FORM)
 def sha256_of(data: bytes) -> str:
     """Return the digest of some bytes, as `sha256:…`."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a file's bytes, read a few at a time. Raises OSError."""
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_digest_text(value: str) -> str:

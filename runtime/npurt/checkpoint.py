@@ -1,16 +1,17 @@
 """Checkpoints: everything a run needs to continue as if it had never stopped, bit for bit.
 
-A checkpoint is a folder `checkpoint-STEP` that holds a PEFT adapter and beside it `state.safetensors` (parameters and
-moments as the device has them) and `state.json` (the rest, and the digests of the other files). It always stands
-between two optimizer steps, so no half-accumulated gradient belongs to it. The folder gets its name only when it is
-complete, and an older checkpoint is deleted only after that: whenever a run is killed, the newest folder of that name
-is good. See `docs/reference/checkpoint.md`.
+A checkpoint is a folder `checkpoint-STEP` that holds `state.safetensors` (parameters and moments as the device has
+them), `state.json` (the rest, and the digests of the other files) and, where adapters are trained, the PEFT adapter. It
+always stands between two optimizer steps, so no half-accumulated gradient belongs to it. The folder gets its name only
+when it is complete, and an older checkpoint is deleted only after that: whenever a run is killed, the newest folder of
+that name is good. See `docs/reference/checkpoint.md`.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,15 @@ import numpy as np
 
 from npubundle import canonical, strictjson
 from npubundle.atomic import write_synced
-from npubundle.digest import digest_field, sha256_of
+from npubundle.digest import digest_field, file_digest, sha256_of
 from npubundle.errors import Error, FileError, IntegrityError, os_failure
 from npubundle.fields import Fields, Kind, Place, anything, dict_of, integer, read, record, text
 from npurt.config import TrainConfig
 from npurt.engine import Array
 from npurt.errors import MismatchError
 from npurt.export.peft import require_finite
+from npurt.export.tensor_file import Entry, file_size, write_file
+from npurt.shards import Stored, read_header
 from npurt.storage import new_folder, remove_folder
 
 #: Version of `state.json`. 1 (2026-12): first release.
@@ -74,60 +77,98 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A run's state and its arrays: the buffers of trained parameters and moments by name."""
+    """A run's state and its arrays: the buffers of trained parameters and moments by name.
+
+    The mapping may make an array when it is asked for: where weights are trained, memory has no room for all at once.
+    """
 
     state: RunState
     arrays: Mapping[str, Array]
 
 
-def checkpoint_size(arrays: Mapping[str, Array]) -> int:
-    """Bytes that a checkpoint with these arrays takes at most, adapter included."""
-    return 2 * sum(array.nbytes for array in arrays.values()) + (1 << 20)
-
-
 def save(
     folder: Path, checkpoint: Checkpoint, adapter: Mapping[str, bytes], *, doing: str = "save the checkpoint"
 ) -> Path:
-    """Write `folder/checkpoint-STEP` and return it. `adapter` has the files of the adapter by name.
+    """Write `folder/checkpoint-STEP` and return it. `adapter` has the files of the adapter by name, if there is one.
 
     A folder of that name must not exist. Raises `DivergedError` if an array has a value that is not finite, and
     `ResourceError` when the disk is full; nothing of the new checkpoint then remains, and older ones are untouched.
     """
-    from safetensors.numpy import save as to_safetensors
-
-    require_finite(checkpoint.arrays, doing=doing)
-    files = {ARRAYS_FILE: to_safetensors({name: np.ascontiguousarray(a) for name, a in checkpoint.arrays.items()})}
-    files |= adapter
-    digests = {name: sha256_of(data) for name, data in files.items()}
-    state = {"format_version": STATE_VERSION, "files": digests, "run": checkpoint.state.to_dict()}
-    files[STATE_FILE] = canonical.encode(state)
     target = folder / f"checkpoint-{checkpoint.state.step}"
     if target.exists():
         raise FileError("a checkpoint of this step exists", where=str(target), remedy=f"rm -r {target}")
-    with new_folder(target, sum(map(len, files.values())), doing=doing) as partial:
-        for name, data in files.items():
+    arrays = checkpoint.arrays
+    # Twice the arrays are asked for, once for their shapes: from a device each costs a transfer, but no memory.
+    entries = [Entry(name, "F32", arrays[name].shape) for name in arrays]
+
+    def parts(entry: Entry) -> Iterator[Array]:
+        values = np.ascontiguousarray(arrays[entry.name], np.float32)
+        require_finite({entry.name: values}, doing=doing)
+        yield values
+
+    names = sorted([*adapter, ARRAYS_FILE])
+    size = file_size(entries) + sum(map(len, adapter.values())) + len(_state(checkpoint, dict.fromkeys(names, _NONE)))
+    with new_folder(target, size, doing=doing) as partial:
+        for name, data in adapter.items():
             write_synced(partial / name, data)
+        write_file(partial / ARRAYS_FILE, entries, parts)
+        digests = {name: file_digest(partial / name) for name in names}
+        write_synced(partial / STATE_FILE, _state(checkpoint, digests))
     return target
 
 
+def _state(checkpoint: Checkpoint, digests: Mapping[str, str]) -> bytes:
+    return canonical.encode(
+        {"format_version": STATE_VERSION, "files": dict(digests), "run": checkpoint.state.to_dict()}
+    )
+
+
+#: As long as any digest.
+_NONE = sha256_of(b"")
+
+
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint folder.
+    """Read a checkpoint folder; arrays are read when they are asked for.
 
     Raises `IntegrityError` if a file is not what was saved, and `MismatchError` if the folder is none or of another
     version.
     """
-    from safetensors.numpy import load as from_safetensors
-
     digests, state = _read_state(path)
     for name, digest in digests.items():
-        if sha256_of(_bytes_of(path / name)) != digest:
+        if _digest_of(path / name) != digest:
             raise IntegrityError(
                 "a file of the checkpoint is not as it was saved",
                 where=str(path / name),
                 remedy="use an older checkpoint",
             )
     # As it was saved: the digest says so.
-    return Checkpoint(state, from_safetensors(_bytes_of(path / ARRAYS_FILE)))
+    return Checkpoint(state, _Saved(read_header(path / ARRAYS_FILE)))
+
+
+class _Saved(Mapping[str, Array]):
+    """The arrays of a file, read one by one."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Array:
+        stored = self._stored[name]
+        return np.fromfile(stored.path, np.float32, math.prod(stored.shape), offset=stored.start).reshape(stored.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def _digest_of(path: Path) -> str:
+    try:
+        return file_digest(path)
+    except FileNotFoundError as error:
+        raise MismatchError("not a checkpoint, or not all of one", where=str(path)) from error
+    except OSError as error:
+        raise os_failure(error, "read the checkpoint") from error
 
 
 def existing(folder: Path) -> tuple[Path, ...]:

@@ -6,6 +6,7 @@ same interface. The names of buffers and phases are those of `docs/reference/pro
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -72,3 +73,23 @@ def state_buffers(program: Program) -> tuple[str, ...]:
         for name, buffer in program.buffers.items()
         if buffer.role in {"param", "moment"} and buffer.view_of is None
     )
+
+
+class StateArrays(Mapping[str, Float32]):
+    """Copies of the buffers of `state_buffers` by name, each made when it is asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._names = state_buffers(engine.program)
+
+    def __getitem__(self, name: str) -> Float32:
+        """A copy of the buffer."""
+        return self._engine.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in the program's order."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from npurt.checkpoint import Checkpoint, RunState
 from npurt.config import TrainConfig
 from npurt.data import Pack, PackedDataset, load
 from npurt.devices import OWN
-from npurt.engine import Array, Engine, Float32, parameter_views, state_buffers
+from npurt.engine import Array, Engine, Float32, StateArrays, parameter_views, state_buffers
 from npurt.errors import DivergedError, MismatchError, UsageError
 from npurt.export import peft
 from npurt.export.peft_reader import load_adapter
@@ -31,6 +32,7 @@ from npurt.stop import Stop, StoppedError
 
 if TYPE_CHECKING:
     from npurt.bundle import Bundle
+    from npurt.export.model import ModelReport
 
 #: Rows of JSON Lines: one file, several, or loaded already.
 Data: TypeAlias = str | Path | Sequence[str | Path] | PackedDataset
@@ -280,6 +282,35 @@ class Trainer:
         _require_lora(self._engine.config.recipe, "save an adapter")
         return peft.save_adapter(Path(folder), self.parameters(), self._card(), keep=keep)
 
+    def save_model(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        max_shard_size: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ModelReport:
+        """Write the trained model into the new `folder`: the base model's with the trained weights in place of its own.
+
+        Each tensor has its dtype and its file, but for `dtype` and `max_shard_size`, see
+        `npurt.export.model.save_model`. `progress` is called with (done, all), in tensors. Raises `UsageError` where
+        the bundle trains an adapter, and what `save_model` there raises.
+        """
+        from npurt.export.model import save_model
+        from npurt.weights import Checkpoint as Weights
+
+        if not self._engine.config.recipe.full:
+            raise UsageError(
+                "the bundle trains an adapter, not the weights",
+                remedy="use save_adapter, and npurt.merge to make a model of it",
+            )
+        trained = {name: functools.partial(self._values, view) for name, view in self._views.items()}
+        base = Weights.open(self.weights)
+        return save_model(folder, base, trained, dtype=dtype, max_shard_size=max_shard_size, progress=progress)
+
+    def _values(self, view: str) -> Iterator[Float32]:
+        yield self._engine.read(view)
+
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write `folder/checkpoint-STEP`, from which `restore` continues bit for bit, and return it.
 
@@ -320,7 +351,7 @@ class Trainer:
             config=self.config,
             data=self._position,
         )
-        return Checkpoint(state, {name: self._engine.read(name) for name in state_buffers(self._engine.program)})
+        return Checkpoint(state, StateArrays(self._engine))
 
     def _card(self) -> peft.AdapterCard:
         recipe = self._engine.config.recipe

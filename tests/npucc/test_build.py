@@ -15,7 +15,7 @@ from npubundle.config import BundleConfig
 from npubundle.digest import sha256_of
 from npubundle.errors import FormatError
 from npubundle.program import Program
-from npubundle.recipe import Activations, Recipe
+from npubundle.recipe import Activations, Mode, Recipe
 from npubundle.statement import NUMERICS
 from npubundle.trust import TrustPolicy
 from npucc.build import (
@@ -30,6 +30,7 @@ from npucc.build import (
     saved_layers,
 )
 from npucc.cache import Cache, Identity
+from npucc.errors import UsageError
 from npucc.parts import trace
 from npucc.program_builder import training_program
 from npucc.progress import Progress
@@ -185,3 +186,10 @@ def test_the_memory_report_adds_up(lowered: Lowered) -> None:
     assert memory.activations == max(program.arena.values())
     assert memory.state == 5 * 4 * lowered.traced.trained
     assert memory.weights == sum(4 * math.prod(shape) for shape in program.checkpoint.values())
+
+
+def test_a_full_build_is_named_so_and_other_memories_are_refused() -> None:
+    recipe = Recipe(Mode.FULL, targets=(), seq_len=tiny.SEQ_LEN)
+    assert bundle_name(lower(tiny.model(), recipe, cpu)) == f"llama-2x36-full-s{tiny.SEQ_LEN}-cpu"
+    with pytest.raises(UsageError, match="does not compile full fine-tuning"):
+        lower(tiny.model(), recipe, cpu, replace(tiny.CUT, own_memory=True))

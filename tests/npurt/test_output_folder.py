@@ -44,12 +44,12 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 def test_checkpoints_of_an_earlier_run(tmp_path: Path, trainer: Trainer) -> None:
     trainer.train_step([random_pack(1)])
     saved = trainer.save_checkpoint(tmp_path)
-    with pytest.raises(FileError, match="earlier run: checkpoint-1") as caught, OutputFolder(tmp_path):
+    with pytest.raises(FileError, match="results of an earlier run: checkpoint-1") as caught, OutputFolder(tmp_path):
         pass
     assert "--overwrite" in str(caught.value.remedy)
     with OutputFolder(tmp_path, overwrite=True) as folder:
         assert saved.exists()
-        folder.clear_checkpoints()
+        folder.clear_earlier()
         assert not saved.exists()
 
 

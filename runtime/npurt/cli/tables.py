@@ -67,7 +67,13 @@ TRAIN: dict[str, tuple[Option, ...]] = {
         WEIGHTS,
         Option("data", FILE, "Training data, JSON Lines; may be given again.", default=(), many=True, required=True),
         Option("eval-data", FILE, "Held-out data to evaluate on; may be given again.", default=(), many=True),
-        Option("out", FOLDER, "Folder for the adapter and its checkpoints.", required=True, unless="dry_run"),
+        Option(
+            "out",
+            FOLDER,
+            "Folder for the adapter, or for model/ in full fine-tuning, and for checkpoints.",
+            required=True,
+            unless="dry_run",
+        ),
         Option("init-adapter", FOLDER, "PEFT adapter to start from.", shown_default="a new one, drawn from --seed"),
     ),
     "How long and how fast": (

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from npurt.trainer import Trainer
 
 
+#: Where a whole model goes, in the folder of `--out`, beside checkpoints.
+MODEL = "model"
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """What the parts of a run share."""
@@ -68,7 +72,7 @@ def run(settings: Settings, signals: Signals) -> int:
             log.write("run", _header(settings, config, bundle, dataset, total))
         opening.start(total * config.accum)
         trainer = opening.finish(progress)
-        folder.clear_checkpoints()
+        folder.clear_earlier()
         shared = _Run(config, progress, output, log, signals)
         with signals.finishing_with(trainer.request_stop):
             return _train(shared, trainer, dataset, held_out, folder)
@@ -96,6 +100,7 @@ def _output_folder(settings: Settings, bundle: Bundle) -> OutputFolder:
         keep=[log_file] if log_file else [],
         # Parameters, gradients and moments: more than a checkpoint holds.
         needed=bundle.config.memory.state,
+        model=MODEL if bundle.config.recipe.full else None,
     )
 
 
@@ -118,7 +123,7 @@ def _show_data(
     sequences = f"{config.accum:,} sequence{'s' if config.accum > 1 else ''}"
     steps = f"{total:,} step{'s' if total > 1 else ''}"
     progress.note(f"{steps} of {sequences}, {epochs:.2f} passes over the data")
-    if advice := rank_note(bundle.config.recipe.rank):
+    if not bundle.config.recipe.full and (advice := rank_note(bundle.config.recipe.rank)):
         progress.warn(advice)
 
 
@@ -157,9 +162,13 @@ def _train(
             for last in trainer.fit(dataset, eval_data=held_out, save_to=folder.path):
                 _tell(run, last)
         stopped = trainer.step < total
-        # The adapter first: it is the smaller of the two, and what most people came for.
-        trainer.save_adapter(folder.path, keep=folder.keep)
+        if folder.model is None:
+            # The adapter first: it is the smaller of the two, and what most people came for.
+            trainer.save_adapter(folder.path, keep=folder.keep)
         checkpoint = trainer.save_checkpoint(folder.path) if stopped or run.config.save_every else None
+        if folder.model is not None:
+            with run.progress.phase("export", str(folder.model)) as advance:
+                trainer.save_model(folder.model, progress=advance)
     except Error as error:
         run.log.write("end", {"status": error.code, "steps": trainer.step, "error": error.as_dict()})
         raise
@@ -172,12 +181,12 @@ def _train(
         "tokens": trainer.tokens,
         "supervised_tokens": trainer.supervised_tokens,
         "seconds": round(time.monotonic() - started, 3),
-        "adapter": str(folder.path),
+        **({"model": str(folder.model)} if folder.model else {"adapter": str(folder.path)}),
         "checkpoint": str(checkpoint) if checkpoint else None,
     }
     run.log.write("end", end)
     run.progress.note(_closing_line(run, trainer, last, checkpoint))
-    run.output.result(str(folder.path), {"event": "end"} | end)
+    run.output.result(str(folder.model or folder.path), {"event": "end"} | end)
     return int(run.signals.exit_code) if stopped else 0
 
 

@@ -13,17 +13,17 @@ from npubundle.config import BundleConfig, Memory
 from npubundle.config import Target as TargetInfo
 from npubundle.content import Content, NewLayer, build_container
 from npubundle.digest import sha256_of
-from npubundle.estimate import StepEstimate, estimate
+from npubundle.estimate import StepEstimate, device_memory, estimate
 from npubundle.keys import Signer
 from npubundle.part import Numerics, OnnxForm, Part, PartGraph, Port
-from npubundle.program import Program
+from npubundle.program import ROLES, Program
 from npubundle.program_check import check
 from npubundle.recipe import Activations, Recipe
 from npubundle.statement import NUMERICS
 from npucc.cache import Cache, Entry, Identity
 from npucc.errors import ResourceError, UsageError
 from npucc.models.config_reader import Model
-from npucc.numerics import Measured, measure
+from npucc.numerics import Measured, measure, part_bound
 from npucc.parts import PartSpec, Traced, samplers, trace
 from npucc.passes import PIPELINE_VERSION
 from npucc.program_builder import reference_program, training_program
@@ -85,10 +85,10 @@ def lower(model: Model, recipe: Recipe, target: Target, cut: CutPolicy | None = 
     `cut` is for a search that tries another than the target's.
     """
     cut = cut or target.CUT
-    if recipe.full and cut.own_memory:
+    if cut.own_memory and (recipe.train_norm or recipe.train_embeddings or recipe.train_head):
         raise UsageError(
-            f"the target {target.NAME} does not compile full fine-tuning",
-            remedy="use --target cpu, or train an adapter with --mode lora",
+            f"the target {target.NAME} trains decoder layers only",
+            remedy="leave out --train-norm, --train-embeddings and --train-head, or use --target cpu",
         )
     traced = trace(model, recipe, cut)
     saved = saved_layers(traced, target)
@@ -123,23 +123,29 @@ def saved_layers(traced: Traced, target: Target) -> int:
     if recipe.activations is not Activations.AUTO:
         return layers if recipe.activations is Activations.SAVE else 0
     budget = recipe.memory_budget or target.MEMORY
+    # Where the device's memory is its own, what the host keeps is not in it.
+    needs = device_memory if traced.cut.own_memory else _peak
     low, high = 0, layers
     while low < high:  # the peak grows with the number of saved layers
         middle = (low + high + 1) // 2
-        if _memory(training_program(traced, middle), middle).peak <= budget:
+        if needs(training_program(traced, middle)) <= budget:
             low = middle
         else:
             high = middle - 1
     return low
 
 
+def _peak(program: Program) -> int:
+    return _memory(program, 0).peak
+
+
 def _memory(program: Program, saved: int) -> Memory:
-    sizes = {"weight": 0, "param": 0, "grad": 0, "moment": 0, "input": 0, "scalar": 0, "output": 0, "activation": 0}
+    sizes = dict.fromkeys(ROLES, 0)
     for buffer in program.buffers.values():
         if buffer.view_of is None:
             sizes[buffer.role] += buffer.type.nbytes
     return Memory(
-        weights=sizes["weight"],
+        weights=sizes["weight"] + sizes["copy"],
         state=sizes["param"] + sizes["grad"] + sizes["moment"],
         activations=max(program.arena.values()),
         io=sizes["input"] + sizes["scalar"] + sizes["output"],
@@ -296,7 +302,7 @@ def part_of(spec: PartSpec, lowered: Lowered, entry: Entry) -> Part:
         size=len(entry.payload),
         media_type=target.MEDIA_TYPE,
         requires=target.requirements(),
-        numerics=Numerics(target.BOUND, "pass"),
+        numerics=Numerics(part_bound(graph, target), "pass"),
         graph=_graph_of(entry, target),
         estimate=entry.part.estimate,
         onnx=_onnx_of(entry),

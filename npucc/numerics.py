@@ -124,14 +124,26 @@ def measure(
             if kind.dtype in _WHOLE:
                 what = f"{error.relative:.3g} of all integers differ from the reference (bound {limits.TIES:.3g})"
                 raise NumericsError(what, where=where, remedy=remedy)
-            by = f"{error.relative:.3g} (relative, bound {limits.BOUND:.3g})"
+            by = f"{error.relative:.3g} (relative, bound {bound_of(kind, limits):.3g})"
             raise NumericsError(f"differs from the float64 reference by {by}", where=where, remedy=remedy)
     return found
 
 
+#: Of bf16, with its 8 bits of mantissa, at most.
+_ROUNDING = 2.0**-8
+
+
 def bound_of(kind: TensorType, target: Target) -> float:
-    """The relative error that an output of this type may have."""
-    return target.TIES if kind.dtype in _WHOLE else target.BOUND
+    """The relative error that an output of this type may have: at least what rounding it costs."""
+    if kind.dtype in _WHOLE:
+        return target.TIES
+    return max(target.BOUND, _ROUNDING) if kind.dtype == "bf16" else target.BOUND
+
+
+def part_bound(graph: Graph, target: Target) -> float:
+    """The relative error that no floating-point output of a part exceeds."""
+    kinds = [kind for kind in graph.output_types if kind.dtype not in _WHOLE]
+    return max((bound_of(kind, target) for kind in kinds), default=target.BOUND)
 
 
 def errors(graph: Graph, part: CompiledPart, target: Target, samplers: Mapping[str, Sampler]) -> list[Measured]:

@@ -15,7 +15,7 @@ from npucc.passes import remove_dead_code, simplify
 from npucc.passes.canonicalize import canonicalize
 from npucc.passes.inplace import inplace_pairs
 from npucc.passes.intervals import cut_into_parts
-from npucc.passes.partition import partition
+from npucc.passes.partition import Halves, partition
 from npucc.passes.plain_products import plain_products
 from npucc.targets import CutPolicy
 from npucc.training import embedding, head, head_gradients, head_reference, layer, optimizer
@@ -77,8 +77,8 @@ def trace(model: Model, recipe: Recipe, cut: CutPolicy) -> Traced:
     graphs += _head_graphs(model, recipe, shape, cut)
     groups = parameter_groups(model, recipe, cut.update_block)
     parts = {graph.name: PartSpec(graph.name, graph) for graph in graphs}
-    updates = [*_full_updates(groups), *_ends(model, shape, cut, groups)] if groups else _lora_updates(trained, cut)
-    for graph, pairs in updates:
+    full = (*_full_updates(groups, cut), *_ends(model, shape, cut, groups)) if groups else ()
+    for graph, pairs in full or _lora_updates(trained, cut):
         parts[graph.name] = PartSpec(graph.name, graph, inplace_pairs(graph, pairs))
     stages = {name: tuple(graph.name for graph in group) for name, group in layers.items()}
     return Traced(model, recipe, shape, parts, trained, raw, cut, stages, groups)
@@ -96,13 +96,17 @@ def _lora_updates(trained: int, cut: CutPolicy) -> Iterator[tuple[Graph, dict[st
     yield optimizer.adamw(trained), _STEP
 
 
-def _full_updates(groups: Sequence[Group]) -> Iterator[tuple[Graph, dict[str, str]]]:
-    """The same for blocks of weights."""
+def _full_updates(groups: Sequence[Group], cut: CutPolicy) -> Iterator[tuple[Graph, dict[str, str]]]:
+    """The same for blocks of weights. From memory of a device's own, gradients come and weights go there."""
+    away = cut.products if cut.own_memory else None
     yield optimizer.norm([group.blocks for group in groups]), {}
     for size in sorted({group.block for group in groups}):
-        yield optimizer.add(size), _SUM
+        yield optimizer.add(size, away or "f32"), _SUM
         yield optimizer.squares(size), {}
-        yield optimizer.adamw(size, f"adamw.{size}"), _STEP
+        yield optimizer.adamw(size, f"adamw.{size}", away), _STEP
+        if away:
+            yield optimizer.widen(size, away), {}
+            yield optimizer.narrow(size, away), {}
 
 
 def _ends(
@@ -123,11 +127,21 @@ def _ends(
             yield head_reference.reference_matrix_gradient(config, shape, width), _SUM
 
 
+def _halves(joint: Graph, cut: CutPolicy) -> Halves:
+    return partition(
+        joint,
+        tangents={"dy"},
+        forward_outputs={"y"},
+        repeat_products_within=cut.repeat_products_within,
+        repeat_after_softmax=cut.repeat_after_softmax,
+    )
+
+
 def _layer_graphs(raw: Graph, cut: CutPolicy) -> dict[str, list[Graph]]:
     """Whole passes. The first layer's backward needs no gradient of its input: embeddings are frozen."""
     joint = simplify(raw)
     gradients = {name for name, _ in joint.outputs if name not in {"y", "dx"}}
-    halves = partition(joint, tangents={"dy"}, forward_outputs={"y"}, repeat_products_within=cut.repeat_products_within)
+    halves = _halves(joint, cut)
     graphs = [
         _named("layer.forward", joint, {"y"}),
         _named("layer.backward", joint, {"dx"} | gradients),
@@ -142,7 +156,7 @@ def _layer_graphs(raw: Graph, cut: CutPolicy) -> dict[str, list[Graph]]:
 def _small_layer_graphs(model: Model, raw: Graph, cut: CutPolicy) -> dict[str, list[Graph]]:
     """Passes in several parts, which all layers and both activation policies share, for every part takes minutes."""
     joint = simplify(raw)
-    halves = partition(joint, tangents={"dy"}, forward_outputs={"y"}, repeat_products_within=cut.repeat_products_within)
+    halves = _halves(joint, cut)
     weights = {t.name for t in model.architecture.layer_tensors(model.config) if t.module}
     products = cut.products_per_part or 1
     forward = dataclasses.replace(halves.forward, name="layer.forward.save")

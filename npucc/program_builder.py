@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from npubundle.liveness import planned
-from npubundle.program import Buffer, Call, Instruction, Move, Operand, Program, Repeat, Source, Space
+from npubundle.program import Buffer, Call, Instruction, Move, Operand, Program, Queue, Repeat, Source, Space
 from npubundle.tensor import TensorType
 from npucc.graph import Graph
+from npucc.offloaded_state import OffloadedState
 from npucc.parts import Traced
 from npucc.trained_ends import TrainedEnds
 from npucc.trained_state import SCALARS, FullState, LoraState, TrainedState
@@ -55,15 +56,18 @@ class _Builder:
         self.layers = self.config.num_hidden_layers
         self.saved_from = self.layers - saved_layers
         self.buffers: dict[str, Buffer] = {}
-        self.state: TrainedState = (
-            FullState(traced) if traced.recipe.full else LoraState(traced, "reference." if reference else "")
-        )
+        self.state = self._trained_state(reference=reference)
         self.checkpoint: dict[str, tuple[int, ...]] = dict(self.state.checkpoint)
         self._weights()
         self.ends = TrainedEnds(self.state.ends, traced.head, self.output_matrix, self.call)
         for buffer in self.state.buffers():
             self._add(buffer)
         self._inputs()
+
+    def _trained_state(self, *, reference: bool) -> TrainedState:
+        if self.traced.recipe.full:
+            return FullState(self.traced)
+        return LoraState(self.traced, "reference." if reference else "")
 
     # -- buffers -------------------------------------------------------------------------------------------------
 
@@ -110,10 +114,10 @@ class _Builder:
         self._add(Buffer("weights", TensorType("f32", (B, n)), "input", space=self.indices))
         self._add(Buffer("blocks", TensorType("i32", ()), "scalar", space=self.indices))
         for name in SCALARS:
-            self._add(Buffer(name, TensorType("f32", ()), "scalar"))
+            self._add(Buffer(name, TensorType("f32", ()), "scalar", space=self.state.scalars))
 
-    def _output(self, name: str, kind: TensorType) -> None:
-        self._add(Buffer(name, kind, "output"))
+    def _output(self, name: str, kind: TensorType, space: Space = "device") -> None:
+        self._add(Buffer(name, kind, "output", space=space))
 
     # -- instructions --------------------------------------------------------------------------------------------
 
@@ -125,14 +129,17 @@ class _Builder:
         *,
         layer: int | None = None,
         blocks: int | None = None,
+        queue: Queue = "compute",
     ) -> Call:
         """A call; results that do not exist yet become activations, with an axis of `blocks` where they are `x[]`."""
+        space: Space = "host" if queue == "host" else "device"
         for text, kind in zip(results, self._graph(part).output_types, strict=True):
             operand = Operand.from_str(text)
             if operand.buffer not in self.buffers:
                 shape = (blocks, *kind.shape) if operand.indexed and blocks else kind.shape
-                self._add(Buffer(operand.buffer, TensorType(kind.dtype, shape), "activation"))
-        return Call(part, tuple(map(Operand.from_str, args)), tuple(map(Operand.from_str, results)), layer=layer)
+                self._add(Buffer(operand.buffer, TensorType(kind.dtype, shape), "activation", space=space))
+        operands = tuple(map(Operand.from_str, args)), tuple(map(Operand.from_str, results))
+        return Call(part, *operands, queue=queue, layer=layer)
 
     def _layer_args(self, part: str, index: int, values: Mapping[str, str]) -> list[str]:
         """The arguments of a layer's part: what `values` says, else this layer's parameters and weights."""
@@ -237,9 +244,9 @@ class _Builder:
         return self.call("head.end", args, ["loss_sum", f"dh.{self.layers}"])
 
     def _updates(self) -> dict[str, tuple[Instruction, ...]]:
-        self._output("grad_norm", TensorType("f32", ()))
+        self._output("grad_norm", TensorType("f32", ()), self.state.scalars)
         if self.traced.groups:  # another phase finds it than uses it
-            self._output("scale", TensorType("f32", ()))
+            self._output("scale", TensorType("f32", ()), self.state.scalars)
         return self.state.updates(self.call)
 
     def _evaluate(self) -> list[Instruction]:
@@ -356,6 +363,11 @@ class _DeviceBuilder(_Builder):
     """For a device with memory of its own. What is picked by index is picked on the host, and moves."""
 
     indices = "host"
+
+    def _trained_state(self, *, reference: bool) -> TrainedState:
+        if self.traced.recipe.full and not reference:
+            return OffloadedState(self.traced)
+        return super()._trained_state(reference=reference)
 
     def _vocabulary_weights(self) -> None:
         config, names = self.config, self.architecture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from npubundle.program import Buffer, Call, Init, Instruction, Repeat, Role, Source
+from npubundle.program import Buffer, Call, Init, Instruction, Queue, Repeat, Role, Source, Space
 from npubundle.tensor import TensorType
 from npucc.parts import Traced
 from npucc.training.groups import Group
@@ -20,7 +20,15 @@ SCALARS = ("accumulate", "token_count", "max_norm", *ADAMW)
 class MakesCalls(Protocol):
     """`_Builder.call`: results that are no buffers yet become activations, with an axis of `blocks` where indexed."""
 
-    def __call__(self, part: str, args: Sequence[str], results: Sequence[str], *, blocks: int | None = None) -> Call:
+    def __call__(
+        self,
+        part: str,
+        args: Sequence[str],
+        results: Sequence[str],
+        *,
+        blocks: int | None = None,
+        queue: Queue = "compute",
+    ) -> Call:
         """A call of the part."""
 
 
@@ -31,6 +39,8 @@ class TrainedState(Protocol):
     micro_steps: tuple[str, ...]
     #: What these parameters fill from the checkpoint: tensors with their shapes.
     checkpoint: Mapping[str, tuple[int, ...]]
+    #: Where the scalars of the optimizer and its results lie.
+    scalars: Space
     #: Buffers outside the layers that are trained: of `norm`, `embed` and `head`.
     ends: frozenset[str]
 
@@ -54,6 +64,7 @@ class LoraState:
     """All matrices in one flat buffer, so that an update is one call."""
 
     micro_steps: tuple[str, ...] = ("micro_step",)
+    scalars: Space = "device"
 
     def __init__(self, traced: Traced, part_prefix: str = "") -> None:
         """`part_prefix` chooses the parts of the reference program."""
@@ -111,6 +122,7 @@ class FullState:
     """Weights in groups. The gradients of the first micro-step are written where those of the step belong."""
 
     micro_steps: tuple[str, ...] = ("first_micro_step", "micro_step")
+    scalars: Space = "device"
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
@@ -129,7 +141,7 @@ class FullState:
             )  # fmt: skip
             for name, role in roles:
                 yield Buffer(f"{name}.{group.name}", group.type, role)
-            yield Buffer(_count(group), TensorType("i32", ()), "scalar", value=group.blocks)
+            yield Buffer(group.count, TensorType("i32", ()), "scalar", value=group.blocks)
             mine = group.scratch not in scratch and not _in_place(group)
             if mine:
                 scratch.add(group.scratch)
@@ -163,10 +175,10 @@ class FullState:
         if phase == self.micro_steps[0]:
             return
         for group in self.traced.groups:
-            if _layer_of(group) == layer and not _in_place(group):
+            if group.layer == layer and not _in_place(group):
                 sums = f"grad.{group.name}[]"
                 body = call(f"add.{group.block}", [sums, f"grad_step.{group.scratch}[]"], [sums])
-                yield Repeat(_count(group), group.blocks, (body,), layer=layer)
+                yield Repeat(group.count, group.blocks, (body,), layer=layer)
 
     def updates(self, call: MakesCalls) -> dict[str, tuple[Instruction, ...]]:
         """`norm` finds the norm and the scale of all gradients; `update` is AdamW, group by group."""
@@ -176,33 +188,22 @@ class FullState:
             square = call(
                 f"squares.{group.block}", [f"grad.{group.name}[]"], [f"squares.{group.name}[]"], blocks=group.blocks
             )
-            norms.append(Repeat(_count(group), group.blocks, (square,), layer=_layer_of(group)))
+            norms.append(Repeat(group.count, group.blocks, (square,), layer=group.layer))
             state = [f"{name}.{group.name}[]" for name in ("params", "moment1", "moment2")]
             scalars = ["no_decay" if name == "weight_decay" and not group.decays else name for name in ADAMW]
             step = call(f"adamw.{group.block}", [*state, f"grad.{group.name}[]", "scale", *scalars], state)
-            steps.append(Repeat(_count(group), group.blocks, (step,), layer=_layer_of(group)))
+            steps.append(Repeat(group.count, group.blocks, (step,), layer=group.layer))
         sums = [f"squares.{group.name}" for group in self.traced.groups]
         norms.append(call("norm", [*sums, "token_count", "max_norm"], ["grad_norm", "scale"]))
         return {"norm": tuple(norms), "update": tuple(steps)}
 
 
-def _count(group: Group) -> str:
-    """The scalar that says how many blocks a group has."""
-    return f"blocks.{group.name}"
-
-
 def _scratch(group: Group, layer: int | None, name: str) -> str:
     """Where a micro-step writes a gradient that is then added to those before: layers' matrices share the place."""
-    place = name if _layer_of(group) is not None or layer is None else f"{layer}.{name}"
+    place = name if group.layer is not None or layer is None else f"{layer}.{name}"
     return f"grad_step.{group.scratch}.{place}"
 
 
 def _in_place(group: Group) -> bool:
     """Whether parts add to the gradients of the step themselves: those of all that stands outside the layers do."""
     return all(member.layer is None for member in group.members)
-
-
-def _layer_of(group: Group) -> int | None:
-    """The layer that all members belong to, if there is one."""
-    layers = {member.layer for member in group.members}
-    return layers.pop() if len(layers) == 1 else None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from npubundle.program import SPACES, Buffer, Call, Instruction, Move, Program, Repeat, Space
+from npubundle.schedule import scheduled
 
 #: Cache-line (and AVX-512 vector) size: every activation starts at a multiple of it.
 ALIGNMENT = 64
@@ -63,7 +64,7 @@ def place(program: Program, phase: str, space: Space = "device") -> tuple[dict[s
 
 
 def planned(program: Program) -> Program:
-    """The program with arena offsets and sizes filled in.
+    """The program with arena offsets and sizes filled in, and with what instructions wait for, which depends on them.
 
     An activation has one offset in the whole program. Phases never run at the same time and activations do not survive
     a phase, so two phases may use one name if they would put it at the same place (`first_micro_step` and `micro_step`
@@ -82,7 +83,8 @@ def planned(program: Program) -> Program:
                     raise ValueError(f"activation {name} is used by the phases {owner[name]} and {phase}")
                 owner[name] = phase
                 buffers[name] = dataclasses.replace(buffers[name], arena_offset=offset)
-    return dataclasses.replace(program, buffers=buffers, arena=arenas["device"], host_arena=arenas["host"])
+    placed = dataclasses.replace(program, buffers=buffers, arena=arenas["device"], host_arena=arenas["host"])
+    return scheduled(placed)
 
 
 def truncated(program: Program, layers: int) -> Program:

@@ -19,8 +19,8 @@ from typing import Literal
 
 from npubundle.tensor import TensorType
 
-Role = Literal["weight", "param", "grad", "moment", "activation", "input", "scalar", "output"]
-ROLES: tuple[Role, ...] = ("weight", "param", "grad", "moment", "activation", "input", "scalar", "output")
+Role = Literal["weight", "param", "copy", "grad", "moment", "activation", "input", "scalar", "output"]
+ROLES: tuple[Role, ...] = ("weight", "param", "copy", "grad", "moment", "activation", "input", "scalar", "output")
 
 Queue = Literal["compute", "h2d", "d2h", "host"]
 QUEUES: tuple[Queue, ...] = ("compute", "h2d", "d2h", "host")
@@ -33,7 +33,7 @@ MoveQueue = Literal["h2d", "d2h"]
 WAYS: Mapping[MoveQueue, tuple[Space, Space]] = {"h2d": ("host", "device"), "d2h": ("device", "host")}
 
 #: Phases a training program may have; `docs/reference/program.md` says which are when there.
-PHASES = ("first_micro_step", "micro_step", "norm", "update", "evaluate", "logits")
+PHASES = ("first_micro_step", "micro_step", "norm", "update", "upload", "evaluate", "logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Buffer:
     """A named piece of memory with one type for the whole program.
 
     `view_of` and `view_offset` (in elements) make it a contiguous part of another buffer, which is not a view itself.
-    `source` belongs to role `weight`; `tensor` (the name under which it is exported) and `init` to role `param`.
+    `source` belongs to role `weight`, and to a `param` that starts as a weight; `tensor` (the name under which it is
+    exported) and `init` to role `param`. A `copy` is what is made of a `param` for a device, in its dtype.
     `arena_offset` (in bytes) is the place of an `activation` in the phase's arena, which liveness chose. `value` fixes
     the content of a `scalar` once and for all. `space` says whose memory it lies in; a view lies where its buffer does.
     """
@@ -128,13 +129,14 @@ class Call:
 class Repeat:
     """Run `body` as often as the i32 scalar buffer `count` says, at most `limit` times; `x[]` advances each time.
 
-    `count` may lie in either space: whoever steps through the program reads it. `layer`: as in `Call`.
+    `count` may lie in either space: whoever steps through the program reads it. `layer`, `after`: as in `Call`.
     """
 
     count: str
     limit: int
     body: tuple[Call, ...]
     layer: int | None = None
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

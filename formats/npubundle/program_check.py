@@ -9,10 +9,11 @@ from npubundle.fields import Problems
 from npubundle.liveness import lives
 from npubundle.part import Part, Port
 from npubundle.program import SPACES, WAYS, Buffer, Call, Move, Operand, Program, Repeat, Space
+from npubundle.schedule import missing_waits
 from npubundle.tensor import TensorType
 
 #: Roles that an instruction may write.
-_WRITABLE = {"param", "grad", "moment", "activation", "output"}
+_WRITABLE = {"param", "copy", "grad", "moment", "activation", "output"}
 _COUNTER = TensorType("i32", ())
 
 
@@ -20,8 +21,8 @@ def check(program: Program, parts: Mapping[str, Part], *, where: str | None = No
     """Raise FormatError, with every problem, unless the program is well formed.
 
     That is: all names resolve, types fit, views stay inside, nothing is read before it is written or while it is
-    written over (unless the part allows it), host and device touch what lies in their own memory only, and arena
-    offsets keep living activations apart.
+    written over (unless the part allows it), host and device touch what lies in their own memory only, arena offsets
+    keep living activations apart, and instructions of different queues that share memory wait for each other.
     """
     problems = Problems()
     for buffer in program.buffers.values():
@@ -34,6 +35,10 @@ def check(program: Program, parts: Mapping[str, Part], *, where: str | None = No
     for phase in program.phases:
         _check_arena(program, phase, problems)
     problems.raise_any("program's memory plan is not valid", FormatError, where=where)
+    for phase in program.phases:
+        for index, earlier in missing_waits(program, phase):
+            problems.add(f"{phase}[{index}]", f"does not wait for {phase}[{earlier}], whose memory it shares")
+    problems.raise_any("program's schedule is not valid", FormatError, where=where)
 
 
 def _check_buffer(program: Program, buffer: Buffer, problems: Problems) -> None:
@@ -103,7 +108,7 @@ def _check_order(program: Program, phase: str, problems: Problems) -> None:
                 problems.add(f"{phase}[{index}]", f"counts with {instruction.count}, which is not a scalar {_COUNTER}")
             if {call.queue for call in instruction.body} not in ({"compute"}, {"host"}, set()):
                 problems.add(f"{phase}[{index}]", "repeats calls that are neither all on compute nor all on host")
-        elif any(earlier >= index for earlier in instruction.after):
+        if any(earlier >= index for earlier in instruction.after):
             problems.add(f"{phase}[{index}]", "waits for itself or a later instruction")
 
 

@@ -87,7 +87,8 @@ def _instruction_dict(instruction: Instruction) -> dict[str, Any]:
     if isinstance(instruction, Repeat):
         body = [_instruction_dict(call) for call in instruction.body]
         repeat = {"repeat": instruction.count, "limit": instruction.limit, "body": body}
-        return repeat if instruction.layer is None else repeat | {"layer": instruction.layer}
+        repeat |= {} if instruction.layer is None else {"layer": instruction.layer}
+        return repeat | ({"after": list(instruction.after)} if instruction.after else {})
     if isinstance(instruction, Move):
         return _move_dict(instruction)
     entry: dict[str, Any] = {
@@ -190,7 +191,13 @@ def _instruction(fields: Fields) -> Instruction:
         return _call(fields)
     count = fields.need("repeat", _NAME)
     limit = fields.need("limit", integer(1))
-    return Repeat(count, limit, fields.need("body", list_of(record(_call))), fields.take("layer", integer(0), None))
+    return Repeat(
+        count,
+        limit,
+        fields.need("body", list_of(record(_call))),
+        layer=fields.take("layer", integer(0), None),
+        after=fields.take("after", list_of(integer(0)), ()),
+    )
 
 
 def _program(fields: Fields) -> Program:

@@ -19,6 +19,8 @@ import networkx as nx
 from npucc.graph import Graph, Node, Ref, Value
 from npucc.passes.dead_code import remove_dead_code
 
+_SOFTMAX = "aten._softmax.default"
+
 
 @dataclass(frozen=True, slots=True)
 class Halves:
@@ -30,14 +32,22 @@ class Halves:
 
 
 def partition(
-    joint: Graph, *, tangents: set[str], forward_outputs: set[str], repeat_products_within: int = 0
+    joint: Graph,
+    *,
+    tangents: set[str],
+    forward_outputs: set[str],
+    repeat_products_within: int = 0,
+    repeat_after_softmax: bool = True,
 ) -> Halves:
     """Cut `joint`; `tangents` are its inputs that exist only in backward, `forward_outputs` the outputs of forward.
 
-    Batched products over at most `repeat_products_within` terms, and softmax with them, may be computed twice.
+    Batched products over at most `repeat_products_within` terms, and softmax with them, may be computed twice; those
+    with what softmax gave only with `repeat_after_softmax`.
     """
     backward_values = _downstream(joint, tangents)
-    saved = _minimum_cut(joint, backward_values, repeat_products_within)
+    softmaxes = {node.name for node in joint.nodes if node.op == _SOFTMAX}
+    once = set() if repeat_after_softmax else _downstream(joint, softmaxes) - softmaxes
+    saved = _minimum_cut(joint, backward_values, once, repeat_products_within)
     names = {value: f"saved{number}" for number, value in enumerate(saved)}
     kept = tuple((names[value], value) for value in saved)
     outputs = tuple(pair for pair in joint.outputs if pair[0] in forward_outputs)
@@ -58,7 +68,7 @@ def _downstream(graph: Graph, sources: set[str]) -> set[str]:
     return found
 
 
-def _minimum_cut(joint: Graph, backward: set[str], repeat_products_within: int) -> list[str]:
+def _minimum_cut(joint: Graph, backward: set[str], once: set[str], repeat_products_within: int) -> list[str]:
     """Values of forward to keep, in the order in which forward computes them."""
     network = nx.DiGraph()
     network.add_nodes_from(["source", "sink"])
@@ -69,7 +79,7 @@ def _minimum_cut(joint: Graph, backward: set[str], repeat_products_within: int) 
         # a view is free unless it has to be an output of its own.
         arranged = node.op in {"aten.permute.default", "aten.view.default"}
         network.add_edge((node.name, "in"), (node.name, "out"), capacity=node.type.nbytes + arranged)
-        if _is_expensive(joint, node, repeat_products_within):
+        if _is_expensive(joint, node, 0 if node.name in once else repeat_products_within):
             network.add_edge("source", (node.name, "in"), capacity=math.inf)
         for user in joint.users[node.name]:
             end = "sink" if user.name in backward else (user.name, "in")
@@ -85,7 +95,7 @@ def _is_expensive(joint: Graph, node: Node, repeat_products_within: int) -> bool
     if node.op == "aten.bmm.default":
         first = node.args[0]
         return isinstance(first, Ref) and joint.types[first.name].shape[-1] > repeat_products_within
-    return node.op == "aten.mm.default" or (node.op == "aten._softmax.default" and not repeat_products_within)
+    return node.op == "aten.mm.default" or (node.op == _SOFTMAX and not repeat_products_within)
 
 
 def _starting_from(joint: Graph, names: dict[str, str], forward_outputs: set[str]) -> Graph:

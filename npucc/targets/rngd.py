@@ -129,6 +129,7 @@ class RngdTarget:
             head_slice=16384,
             query_rows=1 << 20,
             repeat_products_within=128,
+            repeat_after_softmax=False,
             products="bf16",
             swap=True,
             products_per_part=self.max_products or PRODUCTS,

@@ -23,6 +23,7 @@ class CutPolicy:
     query_rows -- rows of attention computed at a time.
     repeat_products_within -- backward computes batched products over at most so many terms again, and softmax with
         them, instead of reading what forward would have had to write.
+    repeat_after_softmax -- the product of attention's probabilities and values is one of those products.
     products -- dtype in which weights lie, and to which the factors of products are rounded. Sums, norms, LoRA matrices
         and all gradients between layers are f32.
     swap -- rotary embedding by a product with a matrix.
@@ -36,6 +37,7 @@ class CutPolicy:
     head_slice: int
     query_rows: int
     repeat_products_within: int
+    repeat_after_softmax: bool = True
     products: str = "f32"
     swap: bool = False
     products_per_part: int | None = None

@@ -57,6 +57,17 @@ class Group:
         return -(-_elements(self.members) // self.block)
 
     @property
+    def layer(self) -> int | None:
+        """The layer that all members belong to, if there is one."""
+        layers = {member.layer for member in self.members}
+        return layers.pop() if len(layers) == 1 else None
+
+    @property
+    def count(self) -> str:
+        """Name of the scalar that says how many blocks there are."""
+        return f"blocks.{self.name}"
+
+    @property
     def type(self) -> TensorType:
         """Of the flat buffers: a row for each block."""
         return TensorType("f32", (self.blocks, self.block))

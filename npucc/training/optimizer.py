@@ -8,7 +8,7 @@ import torch
 
 from npubundle.tensor import TensorType
 from npucc.graph import Graph
-from npucc.graph.capture import capture
+from npucc.graph.capture import DTYPES, capture
 from npucc.passes import simplify
 
 _SCALAR = TensorType("f32", ())
@@ -43,14 +43,31 @@ def clip(size: int) -> Graph:
     return simplify(capture("clip", function, inputs, ["grad_norm", "scale"]))
 
 
-def add(size: int) -> Graph:
+def add(size: int, dtype: str = "f32") -> Graph:
     """`grad`, `step` -> `new_grad`, their sum: for programs whose first micro-step writes gradients where they stay."""
 
     def function(grad: torch.Tensor, step: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [grad + step]
+        return [grad + step.to(grad.dtype)]
 
-    flat = TensorType("f32", (size,))
-    return simplify(capture(f"add.{size}", function, {"grad": flat, "step": flat}, ["new_grad"]))
+    inputs = {"grad": TensorType("f32", (size,)), "step": TensorType(dtype, (size,))}
+    return simplify(capture(f"add.{size}", function, inputs, ["new_grad"]))
+
+
+def widen(size: int, dtype: str) -> Graph:
+    """`step` -> `grad` in f32."""
+    inputs = {"step": TensorType(dtype, (size,))}
+    return simplify(capture(f"widen.{size}", lambda step: [_cast(step, torch.float32)], inputs, ["grad"]))
+
+
+def narrow(size: int, dtype: str) -> Graph:
+    """`param` -> `copy`: a block of master weights in the dtype that a device multiplies with."""
+    inputs = {"param": TensorType("f32", (size,))}
+    return simplify(capture(f"narrow.{size}", lambda param: [_cast(param, DTYPES[dtype])], inputs, ["copy"]))
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A value of its own also where there is nothing to cast."""
+    return values + 0.0 if values.dtype == dtype else values.to(dtype)
 
 
 def zeros(name: str, shape: tuple[int, ...]) -> Graph:
@@ -92,8 +109,11 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, width).sum(1).sum()
 
 
-def adamw(size: int, name: str = "adamw") -> Graph:
-    """One AdamW update (Loshchilov and Hutter 2019), with PyTorch's order of operations and placement of epsilon."""
+def adamw(size: int, name: str = "adamw", copy: str | None = None) -> Graph:
+    """One AdamW update (Loshchilov and Hutter 2019), with PyTorch's order of operations and placement of epsilon.
+
+    With `copy`, the new parameters come in that dtype as well.
+    """
 
     def function(  # noqa: PLR0913 -- the signature of the part
         param: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
@@ -105,10 +125,12 @@ def adamw(size: int, name: str = "adamw") -> Graph:
         v = moment2 * beta2 + g * g * (1.0 - beta2)
         denominator = torch.sqrt(v) / torch.sqrt(correction2) + epsilon
         decayed = param * (1.0 - learning_rate * weight_decay)
-        return decayed - m / denominator * (learning_rate / correction1), m, v
+        new = decayed - m / denominator * (learning_rate / correction1)
+        return (new, m, v) if copy is None else (new, m, v, _cast(new, DTYPES[copy]))
 
     flat = TensorType("f32", (size,))
     inputs = dict.fromkeys(["param", "moment1", "moment2", "grad"], flat) | dict.fromkeys(
         ["scale", "learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "correction1", "correction2"], _SCALAR
     )
-    return simplify(capture(name, function, inputs, ["new_param", "new_moment1", "new_moment2"]))
+    outputs = ["new_param", "new_moment1", "new_moment2", *(["new_copy"] if copy else [])]
+    return simplify(capture(name, function, inputs, outputs))

@@ -44,7 +44,7 @@ class Engine(Protocol):
         """The content to look at before the next call; without a copy where the device's memory is the host's."""
 
     def run(self, phase: str) -> None:
-        """Execute a phase to its end."""
+        """Execute a phase. It may still be at work afterwards; `read`, `view` and `write` wait for it."""
 
     def init_parameters(self, seed: int) -> None:
         """Fill trained parameters (weights from the checkpoint, others by the seed), and moments with zeros."""

@@ -1,8 +1,7 @@
 """The virtual machine: memory for a program's buffers, and its phases as lists of steps that are ready to run.
 
 Everything that can be decided before the first step is: a call becomes an executable whose operands have fixed
-addresses, so that a step is a loop over prepared calls. Instructions run in the order of their list, which is always
-valid.
+addresses, so that a step is a loop over prepared calls.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from npubundle.tensor import ITEM_SIZE, TensorType
 from npurt.arrays import ALIGNMENT, Array, dtype_of
 from npurt.devices.device import Block, Bound, Device, Executable, Form, Region
 from npurt.errors import DataError
+from npurt.execution import Execution, Step
 from npurt.loading import Instance, Job, Loader, fill, instance_of, run_jobs, weights_in_memory
 from npurt.spaces import Devices
+from npurt.timeline import Timeline
 from npurt.weights import Checkpoint
 
 #: Called with the number of finished and of all jobs while something loads.
@@ -52,7 +53,8 @@ class Machine:
         self._places: dict[str, tuple[Block, int]] = {}
         self._executables: dict[Instance, Executable] = {}
         self._runs = 0
-        self._phases: dict[str, list[Bound | _Loop]] = {}
+        self._phases: dict[str, list[Step]] = {}
+        self._execution = Execution(program, concurrent=all(d.concurrent for d in self._devices.all()))
         state = [b for b in program.buffers.values() if b.view_of is None and b.role not in {"weight", "activation"}]
         self._allocate(state)
         for buffer in state:
@@ -90,18 +92,30 @@ class Machine:
 
     def fill(self, buffers: Sequence[Buffer], weights: Checkpoint) -> None:
         """Fill buffers that have a source from the checkpoint."""
+        self._execution.finish()
         run_jobs(list(self._filling(buffers, weights)))
 
     def run(self, phase: str) -> None:
-        """Execute a prepared phase to its end. Raises `DeviceError` if a part fails."""
+        """Execute a prepared phase; what is read or written later waits for it where it has to.
+
+        Raises `DeviceError` if a part fails; where queues overlap, that may be later, when somebody waits.
+        """
         if self._runs == _SETTLED_AFTER:
+            self._execution.finish()
             for device in self._devices.all():
                 device.settle()
         self._runs += 1
-        for step in self._phases[phase]:
-            step.run()
+        self._execution.run(phase, self._phases[phase])
         for device in self._devices.all():
             device.synchronize()
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Note from now on when each instruction runs; None: no longer."""
+        self._execution.record(timeline)
+
+    def finish(self) -> None:
+        """Wait until nothing is at work."""
+        self._execution.finish()
 
     def prepared(self, phase: str) -> bool:
         """Whether a phase can run."""
@@ -122,18 +136,22 @@ class Machine:
 
     def write(self, name: str, array: Array) -> None:
         """Fill a buffer or view with an array of its type."""
+        self._execution.sync(name, writes=True)
         self._owner(name).upload(array, self.region(name))
 
     def read(self, name: str) -> Array:
         """A copy of a buffer or view."""
+        self._execution.sync(name, writes=False)
         return self._owner(name).download(self.region(name))
 
     def view(self, name: str) -> Array | None:
         """A buffer or view itself, where its memory is the host's; otherwise None."""
+        self._execution.sync(name, writes=False)
         return self._owner(name).host(self.region(name))
 
     def close(self) -> None:
         """Drop executables and memory."""
+        self._execution.close()
         self._phases.clear()
         self._executables.clear()
         self._places.clear()
@@ -166,14 +184,18 @@ class Machine:
                 block = self._devices.of(space).allocate(size)
                 self._places.update({name: (block, offset) for name, offset in offsets.items()})
 
-    def _steps(self, phase: str) -> Iterator[Bound | _Loop]:
+    def _steps(self, phase: str) -> Iterator[Step]:
         for instruction in self.program.phases[phase]:
             if isinstance(instruction, Repeat):
-                yield _Loop(self, instruction)
+                yield Step(instruction, _Loop(self, instruction).run)
             elif isinstance(instruction, Move):
-                yield self._moving(instruction)
+                yield Step(instruction, self._moving(instruction).run)
             else:
-                yield self.bind(instruction)
+                yield Step(instruction, self.bind(instruction).run)
+
+    def count(self, name: str) -> int:
+        """The content of a counter, for an instruction that is at work: it waits for nothing."""
+        return int(self._owner(name).download(self.region(name)))
 
     def bind(self, call: Call, index: int | None = None) -> Bound:
         """A call with its operands in place; `index` is the loop counter for operands that take a row."""
@@ -218,7 +240,7 @@ class _Loop:
     def run(self) -> None:
         """Run the body as often as the count says now."""
         name, limit = self._instruction.count, self._instruction.limit
-        count = int(self._machine.read(name))
+        count = self._machine.count(name)
         if not 0 <= count <= limit:
             raise DataError(f"{name} is {count}; the bundle's limit is {limit}")
         while len(self._bound) < count:

@@ -21,6 +21,7 @@ from npurt.loading import memory_needed
 from npurt.machine import Machine, Progress
 from npurt.parameters import initial
 from npurt.spaces import Devices, space_of
+from npurt.timeline import Timeline
 from npurt.weights import Checkpoint
 from npurt.weights_fit import check_fit
 
@@ -33,7 +34,7 @@ PAYS_AFTER = 1000
 _COMFORTABLE = 0.8
 _MORE_MEMORY = "free memory, or rebuild the bundle with a smaller --memory-budget"
 #: What training runs; other phases are loaded when they are first run.
-_TRAINING = ("first_micro_step", "micro_step", "norm", "update")
+_TRAINING = ("upload", "first_micro_step", "micro_step", "norm", "update")
 
 
 class Session:
@@ -111,14 +112,22 @@ class Session:
         _check_phases(self.program, phases)
         self._machine.prepare(phases, self._checkpoint, self._bundle.payload, progress)
 
+    def record(self, timeline: Timeline | None) -> None:
+        """Note from now on when each instruction runs; None: no longer."""
+        self._machine.record(timeline)
+
     def run(self, phase: str) -> None:
-        """Execute a phase to its end.
+        """Execute a phase. Where its queues overlap, it may end later: what is read or written waits where it has to.
 
         Raises `DeviceError` if a part fails, `DataError` if a count is beyond its limit.
         """
         if not self._machine.prepared(phase):
             self.prepare([phase])
         self._machine.run(phase)
+
+    def finish(self) -> None:
+        """Wait until nothing is at work. Raises as `run` does."""
+        self._machine.finish()
 
     def write(self, name: str, value: Array) -> None:
         """Fill a buffer, or a view of one; the value must have its shape and dtype. Raises `UsageError` otherwise."""
@@ -147,6 +156,8 @@ class Session:
             if has_own_value:
                 self.write(buffer.name, initial(buffer, seed))
         self._machine.fill([b for b in self.program.with_role("param") if b.source], self._checkpoint)
+        if "upload" in self.program.phases:
+            self.run("upload")
 
     def close(self) -> None:
         """Release memory and device. Nothing else may be called afterwards."""

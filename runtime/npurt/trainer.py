@@ -269,6 +269,12 @@ class Trainer:
         self._series.clear()  # what was saved of this step is no longer its state
         for name, values in tensors.items():
             self._engine.write(self._views[name], np.ascontiguousarray(values, dtype=np.float32))
+        self._parameters_written()
+
+    def _parameters_written(self) -> None:
+        """Where a device has copies of parameters, they are made anew."""
+        if "upload" in self._engine.program.phases:
+            self._engine.run("upload")
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -337,6 +343,7 @@ class Trainer:
         problems.raise_any("the checkpoint does not belong to this bundle", MismatchError, where=str(path))
         for name in state_buffers(self._engine.program):
             self._engine.write(name, saved.arrays[name])
+        self._parameters_written()
         self.step, self.total_steps = saved.state.step, saved.state.total_steps
         self.tokens, self.supervised_tokens = saved.state.tokens, saved.state.supervised_tokens
         self._position = saved.state.data

@@ -110,7 +110,7 @@ def test_moves_are_cut_and_renamed_with_the_layers() -> None:
     checked = apart()
     cut = truncated(checked.program, 1)
     program_check.check(cut, checked.parts)
-    assert list(cut.moves("step")) == [Move("lora.0", "up.0", "h2d", layer=0), Move("h.1", "down", "d2h")]
+    assert list(cut.moves("step")) == [Move("lora.0", "up.0", "h2d", layer=0), Move("h.1", "down", "d2h", after=(2,))]
     assert "lora.1" not in {move.source for move in cut.moves("step")}
     assert cut.written("step") == {"h.0", "up.0", "h.1", "down", "grad", "out"}
 

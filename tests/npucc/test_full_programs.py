@@ -46,6 +46,8 @@ class Setup:
         for buffer in program.with_role("param"):
             if buffer.source is not None:
                 machine[buffer.name].copy_(state[buffer.source.tensor])
+        if "upload" in program.phases:
+            machine.run("upload")
         return machine
 
     def losses(self, weights: dict[str, Tensor], *sequences: Sequence) -> Tensor:
@@ -62,11 +64,15 @@ def _setup(cut: CutPolicy = BLOCKS, *, tied: bool = True, **flags: Any) -> Setup
     return Setup(trace(ours, Recipe(Mode.FULL, targets=(), seq_len=SEQ_LEN, **flags), cut), theirs)
 
 
+#: A device with memory of its own.
+DEVICE = replace(SMALL, head_rows=None, swap=True, own_memory=True)
 ALL = {"train_norm": True, "train_embeddings": True, "train_head": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {"tied": False},
     "small parts": {"cut": SMALL},
+    "device": {"cut": DEVICE},
+    "untied device": {"cut": DEVICE, "tied": False},
     "norm": {"train_norm": True},
     "tied matrix": {"train_head": True},
     "embeddings": {"tied": False, "train_embeddings": True},
@@ -84,6 +90,11 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 def trained(program: Program) -> dict[str, str]:
     """Views of the trained tensors, by the tensor's name."""
     return {b.tensor: b.name for b in program.with_role("param") if b.tensor}
+
+
+def gradients(program: Program) -> dict[str, str]:
+    """Views of what a step has added up for them."""
+    return {b.tensor: b.name for b in program.with_role("grad") if b.tensor}
 
 
 def leaves(setup: Setup, program: Program) -> dict[str, Tensor]:
@@ -109,8 +120,8 @@ def test_gradients_of_all_weights_are_those_of_transformers(setup: Setup, saved:
     expected = dict(zip(weights, torch.autograd.grad(losses.sum(), list(weights.values())), strict=True))
     for _ in range(2):  # the second time, what was there before has to go
         assert step(machine, FIRST, SECOND) == pytest.approx(losses.tolist(), rel=1e-5)
-        for tensor, view in trained(program).items():
-            assert_near(machine[f"grad.{view}"], expected[tensor])
+        for tensor, view in gradients(program).items():
+            assert_near(machine[view], expected[tensor])
 
 
 def test_the_reference_program_has_the_same_gradients(setup: Setup) -> None:
@@ -120,8 +131,9 @@ def test_the_reference_program_has_the_same_gradients(setup: Setup) -> None:
     losses = setup.losses(weights, FIRST)
     expected = dict(zip(weights, torch.autograd.grad(losses.sum(), list(weights.values())), strict=True))
     assert step(machine, FIRST) == pytest.approx(losses.tolist(), rel=1e-5)
-    for tensor, view in trained(program).items():
-        assert_near(machine[f"grad.{view}"], expected[tensor])
+    assert gradients(program).keys() == expected.keys()
+    for tensor, view in gradients(program).items():
+        assert_near(machine[view], expected[tensor])
 
 
 def test_every_weight_of_every_layer_is_trained_and_what_the_recipe_adds(setup: Setup) -> None:
@@ -192,4 +204,6 @@ def test_every_program_is_well_formed_and_so_is_its_beginning(setup: Setup) -> N
 def test_both_micro_steps_have_their_activations_at_the_same_places(setup: Setup) -> None:
     program = training_program(setup.traced, 1)
     assert program.arena["first_micro_step"] == program.arena["micro_step"] > 0
-    assert set(program.phases) == {"first_micro_step", "micro_step", "norm", "update", "evaluate"}
+    expected = {"first_micro_step", "micro_step", "norm", "update", "evaluate"}
+    assert set(program.phases) - {"upload"} == expected
+    assert ("upload" in program.phases) == setup.traced.cut.own_memory

@@ -91,6 +91,7 @@ def test_only_what_is_moved_crosses(session: Session, opened: list[apart.FarDevi
     device.uploads.clear()
     device.downloads.clear()
     session.run("micro_step")
+    session.finish()
     assert device.uploads == [f"f32[{toy.H}]"] * 4, "scales, for the forward and the backward pass of each layer"
     assert device.downloads == ["i32[]", *[f"f32[{toy.H}]"] * 2], "the repeat's count, and each layer's gradient"
 

@@ -79,6 +79,7 @@ class CpuDevice(HostMemory):
     targets: frozenset[str] | None = None
     form: Form = "onnx"
     prepacks = True
+    concurrent = True
 
     def __init__(self, threads: int | None = None) -> None:
         """`threads` compute together; None takes every usable CPU. One process has one pool: the first device decides.

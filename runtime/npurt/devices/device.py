@@ -66,6 +66,10 @@ class Device(Protocol):
     def prepacks(self) -> bool:
         """Whether arguments that are constants make a part faster, at the price of one executable per call."""
 
+    @property
+    def concurrent(self) -> bool:
+        """Whether parts may run, and tensors be copied, from several threads at once."""
+
     def check(self, parts: Sequence[Part]) -> None:
         """Raise `DeviceError`, naming all that is missing, unless the device meets what these parts require."""
 

@@ -74,6 +74,8 @@ class RngdDevice:
     targets = frozenset({"rngd"})
     form: Form = "payload"
     prepacks = False
+    #: Nobody has tried what the SDK does with several threads.
+    concurrent = False
 
     def __init__(self, index: int | None = None) -> None:
         """Import furiosa-torch, which takes seconds; `index` is its number of the device, None that of the only card.

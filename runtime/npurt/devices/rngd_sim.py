@@ -39,6 +39,8 @@ class RngdSimDevice(HostMemory):
     targets = frozenset({"rngd"})
     form: Form = "graph"
     prepacks = False
+    #: One worker runs all parts.
+    concurrent = False
 
     def __init__(self) -> None:
         """Import furiosa-torch, which takes seconds. Raises `DeviceError` where it is not installed."""

@@ -248,5 +248,6 @@ def samplers(traced: Traced) -> dict[str, Sampler]:
         "token_count": uniform(1, 9),
         "max_norm": uniform(0.1, 1),
         **dict.fromkeys(fractions, uniform(0.1, 0.9)),
+        **{f"squares{number}": uniform(0, 1) for number in range(len(traced.groups))},
         **dict.fromkeys([*weights, *lora, "weight"], matrix),
     }

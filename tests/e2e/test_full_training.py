@@ -11,14 +11,17 @@ import torch
 from peft_reference import Reference
 
 from npubundle.errors import FileError
-from npurt import Pack, TrainConfig, UsageError
+from npurt import Bundle, Pack, TrainConfig, Trainer, UsageError
+from npurt.arrays import Array
 from npurt.checkpoint import load
+from npurt.devices.cpu import CpuDevice
 from npurt.engine import state_buffers
 from npurt.weights import Checkpoint
 from tests.e2e.bundles import Built, Workshop, run
 from tests.e2e.comparison import SEQ_LEN, opened
 from tests.e2e.test_architectures import SEQ_LEN as SMALL_SEQ_LEN
 from tests.e2e.test_architectures import VARIANTS, random_pack, write_model
+from tests.npucc.rngd_stand_in import interpreter
 
 CONFIG = TrainConfig(lr=3e-3, schedule="constant", warmup=0, weight_decay=0.1)
 ENDS = ("--train-norm", "--train-embeddings", "--train-head")
@@ -127,3 +130,40 @@ def test_npurt_train_leaves_a_model_that_transformers_loads(
     # The next run into the same folder has to be allowed to replace it, before it takes any time.
     with pytest.raises(AssertionError, match=r"results of an earlier run: checkpoint-2, checkpoint-3, model"):
         run("npurt", *words)
+
+
+@pytest.fixture(scope="module")
+def device_bundle(workshop: Workshop, small: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """For RNGD, its programs by a stand-in; the CPU runs the ONNX forms of the parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPUCC_RNGD_PYTHON", str(interpreter(tmp_path_factory.mktemp("sdk"))))
+        flags = ("--mode", "full", "--seq-len", str(SMALL_SEQ_LEN), "--target", "rngd", "--no-tuning")
+        return workshop.build(small, *flags)
+
+
+def trained_on_the_cpu(bundle: Built, weights: Path, *, steps: int) -> tuple[list[float], dict[str, Array]]:
+    with (
+        Bundle.open(bundle.path, trust=bundle.trust) as opened_bundle,
+        Trainer(opened_bundle, weights, CONFIG, device="cpu") as trainer,
+    ):
+        losses = [trainer.train_step(packs(number % 2)).loss for number in range(steps)]
+        return losses, {name: trainer._engine.read(name) for name in state_buffers(trainer._engine.program)}
+
+
+def test_overlapped_queues_give_what_one_by_one_gives_bit_for_bit(
+    device_bundle: Built, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, state = trained_on_the_cpu(device_bundle, small, steps=4)
+    monkeypatch.setattr(CpuDevice, "concurrent", False)
+    expected_losses, expected = trained_on_the_cpu(device_bundle, small, steps=4)
+    assert losses == expected_losses
+    for name, values in expected.items():
+        np.testing.assert_array_equal(state[name], values, err_msg=name)
+
+
+def test_offloaded_training_follows_the_cpu_target(workshop: Workshop, device_bundle: Built, small: Path) -> None:
+    plain = workshop.build(small, "--mode", "full", "--seq-len", str(SMALL_SEQ_LEN))
+    expected, _ = trained_on_the_cpu(plain, small, steps=8)
+    losses, _ = trained_on_the_cpu(device_bundle, small, steps=8)
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert losses[-1] < 0.9 * losses[0], "nothing was learned, equal curves prove little"

@@ -148,7 +148,7 @@ STEP = ("phases", "micro_step")
         ((*STEP, 0, "queue"), "gpu", "phases.micro_step[0].queue", "must be one of compute"),
         ((*STEP, 0, "args", 0), "x[0]", "phases.micro_step[0].args[0]", "must be an operand"),
         ((*STEP, 0, "call"), ..., "phases.micro_step[0].call", "is missing"),
-        ((*STEP, 1, "after", 0), -1, "phases.micro_step[1].after[0]", "must be at least 0"),
+        ((*STEP, 1, "after"), [-1], "phases.micro_step[1].after[0]", "must be at least 0"),
         ((*STEP, 1, "layer"), "0", "phases.micro_step[1].layer", "must be an integer"),
         ((*STEP, 2, "limit"), 0, "phases.micro_step[2].limit", "must be at least 1"),
         (
